@@ -1,6 +1,7 @@
 """What the router adds to a streamed token: the time from the controller's message to the client's bytes.
 
     python benchmarks/router_overhead.py [--quick] [--streams 64] [--step-ms 20] [--json PATH]
+    python benchmarks/router_overhead.py --cold 60 [--pythons PATH,PATH] [--quick] [--json PATH]
 
 A router process serves the demo model's tokenizer. In place of a controller, a process of this script sends one
 `Outputs` message per step with a token of each stream, and notes when; here, all streams are read over plain
@@ -10,6 +11,12 @@ messages are sent straight to a reader (`direct`): what one takes without a rout
 Steps come every `--step-ms`, far apart enough that none waits for the one before: this is latency, not throughput.
 The router's CPU time is given per token from the second step to the last, and for each request: what comes before
 and after.
+
+`--cold N` measures instead what one request costs the router when the CPU's caches hold other programs: the CPU
+time of its event loop from a request's bytes to the message for the controller, from the controller's first token
+to the event for the client, and of all the rest (`cold_router.py`). N requests of 2,000 token ids over one
+connection go to the routers of all `--pythons` by turns (each the Python of a tree of its own), so that versions
+can be compared on a busy machine.
 """
 
 from __future__ import annotations
@@ -43,6 +50,10 @@ TOKEN: Final = 300
 """What every stream says all the time: a token whose text is short and never ends inside a character."""
 _STATE: Final = State(0, "ready", "", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 4096, max_rows=256, protocol=PROTOCOL)
 """An idle controller with room for contexts of 4,096 tokens."""
+
+
+COLD_FIRST: Final = 5
+"""Requests before those that count."""
 
 
 class Controller:
@@ -85,6 +96,22 @@ class Controller:
         while self._receive(2000):
             pass
 
+    def serve_cold(self) -> None:
+        """Answer each request by itself, as after a step of 15 ms: a first token with the news of its start, and a
+        little later the end."""
+        while True:
+            while not self._live:
+                self._receive(1000)
+            submit = self._live.pop()
+            number = np.array([submit.request], "<u4").tobytes()
+            token = np.array([TOKEN], "<i4").tobytes()
+            time.sleep(0.015)
+            self._send(
+                Outputs(self._next(), number, token, started=[Started(submit.request, submit.prompt_len - 1)])
+            )
+            time.sleep(0.005)
+            self._send(Outputs(self._next(), finished=[Finished(submit.request, FinishReason.LENGTH)]))
+
     def _receive(self, timeout_ms: int) -> bool:
         if not self._socket.poll(timeout_ms):
             return False
@@ -94,7 +121,8 @@ class Controller:
             self._send(msgspec.structs.replace(_STATE, seq=self._next()))
         elif isinstance(message, Submit):
             self._live.append(message)
-            self._send(Outputs(self._next(), started=[Started(message.request, 0)]))
+            if self._streams:
+                self._send(Outputs(self._next(), started=[Started(message.request, 0)]))
         elif isinstance(message, Abort):
             self._live = [submit for submit in self._live if submit.request != message.request]
         return True
@@ -142,7 +170,7 @@ def read_all(port: int, streams: int, tokens: int) -> list[list[float]]:
     for arrived in arrivals:
         answer = b"".join(data for _, data in arrived)
         if not answer.startswith(b"HTTP/1.1 200 "):
-            raise RuntimeError(f"the router refused a request: {answer[:300]!r}")
+            raise RuntimeError(f"the router refused a request: {answer[:600]!r}")
     return [times_of(arrived)[:tokens] for arrived in arrivals]
 
 
@@ -215,6 +243,76 @@ def routed(folder: str, streams: int, tokens: int, step_seconds: float) -> tuple
     return delays, streaming / (streams * (tokens - 1)), beside / streams
 
 
+def control_cold(endpoint: str) -> None:
+    """The controller's process for `cold`."""
+    Controller(endpoint, 0, 0.0).serve_cold()
+
+
+class ColdRouter:
+    """A router of a tree, with its controller and one client's connection (`cold_router.py`)."""
+
+    def __init__(self, python: str, folder: Path) -> None:
+        folder.mkdir()
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        endpoint, path = f"ipc://{folder}/controller", folder / "router.json"
+        path.write_text(json.dumps({"model_path": str(DEMO_MODEL), "controllers": [endpoint], "port": port}))
+        script = Path(__file__).with_name("cold_router.py")
+        self._controller = multiprocessing.Process(target=control_cold, args=(endpoint,), daemon=True)
+        self._controller.start()
+        self._router = subprocess.Popen(
+            [python, str(script), str(path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        wait_for(port)
+        time.sleep(1.5)  # until the router has the controller's first word
+        self._client = socket.create_connection(("127.0.0.1", port))
+
+    def ask(self, prompt: list[int]) -> None:
+        """Send a request, and wait for the end of its answer."""
+        body = json.dumps({"prompt": prompt, "max_tokens": 4, "temperature": 0, "stream": True})
+        head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        self._client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        answer = b""
+        while not answer.endswith(b"0\r\n\r\n"):
+            answer += self._client.recv(1 << 16)
+            if not answer.startswith(b"HTTP/1.1 200 "):
+                raise RuntimeError(f"the router refused a request: {answer[:600]!r}")
+
+    def end(self) -> list[dict[str, float]]:
+        """Return each request's times, and end the processes."""
+        self._client.close()
+        self._router.terminate()
+        times: list[dict[str, float]] = json.loads(self._router.communicate()[0])
+        self._controller.terminate()
+        return times
+
+
+def cold(pythons: list[str], rounds: int, report: Report) -> None:
+    """Measure and report requests with cold caches, by turns."""
+    rng = np.random.default_rng(1)
+    with tempfile.TemporaryDirectory() as folder:
+        routers = [ColdRouter(python, Path(folder, str(number))) for number, python in enumerate(pythons)]
+        for turn in range(rounds + COLD_FIRST):
+            prompt = rng.integers(300, 1000, 2000).tolist()
+            for number in range(len(routers)):
+                routers[(turn + number) % len(routers)].ask(prompt)
+                time.sleep(0.02)
+        for python, router in zip(pythons, routers, strict=True):
+            times = router.end()[COLD_FIRST:]
+            for what in times[0]:
+                values = [each[what] for each in times]
+                report.add({"python": python}, what, float(np.median(values)), "us", len(values))
+                report.add(
+                    {"python": python},
+                    f"{what}, lower decile",
+                    float(np.percentile(values, 10)),
+                    "us",
+                    len(values),
+                )
+
+
 def cpu_seconds(pid: int | None) -> float:
     """Of all threads of a process, since its start; None: no process."""
     if pid is None:
@@ -241,7 +339,16 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--step-ms", type=float, default=20.0)
+    parser.add_argument(
+        "--cold", type=int, default=0, metavar="N", help="measure N requests with cold caches instead"
+    )
+    parser.add_argument("--pythons", default=sys.executable, help="of the trees to compare with --cold")
     arguments = parser.parse_args()
+    if arguments.cold:
+        report = Report("router_overhead")
+        cold(arguments.pythons.split(","), 10 if arguments.quick else arguments.cold, report)
+        report.finish(arguments.json)
+        return
     tokens = 100 if arguments.quick else 500
     report = Report("router_overhead")
     medians: dict[str, float] = {}

@@ -134,7 +134,7 @@ def test_a_reader_wakes_for_each_batch() -> None:
         stream.push(6, None)
         batch = await reader
         assert (batch.tokens, batch.end, stream.cached_tokens) == ([5, 6], None, 4)
-        await stream.wait_first(10.0)
+        await stream.wait_first()
         stream.receive(Finished(1, FinishReason.LENGTH, "d"))
         stream.receive(Finished(1, FinishReason.ENGINE_FAILED, "later"))
         assert stream.failure == (FinishReason.LENGTH, "d", "")

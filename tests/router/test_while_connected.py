@@ -85,7 +85,8 @@ def test_a_caller_goes_on_behind_a_client_that_has_left() -> None:
             await while_connected(client.request(), asyncio.Event().wait())
         await asyncio.sleep(0)
         task = asyncio.current_task()
-        assert task is not None and not task.cancelling()
+        assert task is not None
+        assert not task.cancelling()
 
     asyncio.run(run())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import pytest
 import structlog
@@ -24,10 +25,16 @@ Capture = pytest.CaptureFixture[str]
 
 
 def lines_of(log_format: str, capsys: Capture) -> list[str]:
-    configure_logging("worker", "info", log_format, group=1, rank=0)
+    request = ContextVar("request", default="")
+
+    def context() -> dict[str, str]:
+        return {"request_id": request.get()} if request.get() else {}
+
+    configure_logging("worker", "info", log_format, context=context, group=1, rank=0)
     log = structlog.get_logger()
-    with structlog.contextvars.bound_contextvars(request_id="r1"):
-        log.info("here", request=2)
+    token = request.set("r1")
+    log.info("here", request=2)
+    request.reset(token)
     thread = threading.Thread(target=lambda: log.warning("elsewhere"))
     thread.start()
     thread.join()

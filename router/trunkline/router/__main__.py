@@ -12,6 +12,7 @@ import uvloop
 
 import trunkline.runtime.light_imports  # noqa: F401 (before what imports structlog)
 from trunkline.router.config import load_config
+from trunkline.router.request_context import log_fields
 from trunkline.router.server import inherited, listen, serve
 from trunkline.runtime.process import enter_role
 
@@ -35,6 +36,7 @@ def main() -> int:
             parent_pid=config.parent_pid,
             log_level=config.log_level,
             log_format=config.log_format,
+            context=log_fields,
             **fields,
         )
         listener = inherited(config.listen_fd) if config.listen_fd else listen(config.host, config.port)

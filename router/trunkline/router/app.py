@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trunkline.router.api import (
     adapter_routes,
@@ -46,10 +46,10 @@ from trunkline.router.api.openai_items import HistoryRequest, ResponsesRequest
 from trunkline.router.api.requests import SeenNames
 from trunkline.router.api.schema_types import SchemaRequest, SchemaUpdate
 from trunkline.router.api.session_types import DiscardRequest, ForkRequest, SessionRequest, SessionUpdate
-from trunkline.router.errors import ApiError
+from trunkline.router.errors import ApiError, internal_error
 from trunkline.router.http.answers import SCHEMAS, SPELT, error_response, schema_of
 from trunkline.router.http.idempotency import IdempotencyStore
-from trunkline.router.http.middleware import AccessMiddleware, AdmissionMiddleware, RequestMiddleware
+from trunkline.router.http.middleware import AccessMiddleware, RequestMiddleware
 from trunkline.router.http.replay import ReplayMiddleware
 from trunkline.router.jobs.ollama_models import (
     OllamaChatRequest,
@@ -111,8 +111,41 @@ _PATHS = frozenset(
 )
 
 
-def create_app(service: RouterService) -> FastAPI:
-    """Return the FastAPI application of a service; the service opens and closes with it."""
+class Application(FastAPI):
+    """The application. A request passes the router's own layers, and goes from there straight to an endpoint that
+    generates, or through FastAPI's layers and routes to any other one."""
+
+    def __init__(self, **options: Any) -> None:
+        """`options`: FastAPI's."""
+        super().__init__(**options)
+        self.straight: dict[str, Callable[[Request], Awaitable[Response]]] = {}
+        """Endpoints of POST requests that need nothing of FastAPI, by their paths."""
+        self.layers: ASGIApp = self.answer
+        """The outermost layer."""
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:  # type: ignore[override]
+        """ASGI entry point."""
+        scope["app"] = self
+        if scope["type"] == "http":
+            return self.layers(scope, receive, send)
+        return super().__call__(scope, receive, send)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that has passed the layers."""
+        endpoint = self.straight.get(scope["path"]) if scope["method"] == "POST" else None
+        if endpoint is None:
+            await super().__call__(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            response = await endpoint(request)
+        except ApiError as error:
+            response = await _on_api_error(request, error)
+        await response(scope, receive, send)
+
+
+def create_app(service: RouterService) -> Application:
+    """Return the application of a service; the service opens and closes with it."""
 
     config, metrics = service.config, service.metrics
     metrics.tracer = start_tracing(config.otlp_endpoint, "router", f"router-{config.number}", config.trace_sample)
@@ -133,14 +166,18 @@ def create_app(service: RouterService) -> FastAPI:
             await service.close()
             await asyncio.to_thread(metrics.tracer.close)
 
-    app = FastAPI(
+    app = Application(
         title="Trunkline",
         version=service.version,
         lifespan=lifespan,
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
-        exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_exception},
+        exception_handlers={
+            ApiError: _on_api_error,
+            HTTPException: _on_http_exception,
+            Exception: _on_failure,
+        },
     )
     app.state.service = service
     app.state.seen_names = SeenNames()
@@ -148,41 +185,12 @@ def create_app(service: RouterService) -> FastAPI:
     app.state.dashboard = dashboard
     app.state.metrics_page = page
     _include(app)
-    if config.idempotency_ttl_seconds:
-        app.add_middleware(
-            ReplayMiddleware,
-            store=IdempotencyStore(
-                service.records, config.idempotency_ttl_seconds, quota_of=service.tenants.quota_of
-            ),
-            bytes_max=config.max_body_bytes,
-            on_result=lambda result: metrics.admission.keys.labels(result).inc(),
-        )
-    app.add_middleware(
-        AdmissionMiddleware,
-        tenants=service.tenants,
-        on_refusal=lambda limit: metrics.admission.refused.labels(limit).inc(),
-    )
-    app.add_middleware(
-        AccessMiddleware,
-        tenants=service.tenants,
-        on_refusal=lambda status: metrics.admission.denied.labels(str(status)).inc(),
-        hosts=tuple(config.allowed_hosts),
-        origins=tuple(config.cors_origins),
-    )
-    if config.cors_origins:
-        _answer_pages_of(app, config.cors_origins)
-    app.add_middleware(
-        RequestMiddleware,
-        metrics=metrics,
-        paths=_PATHS | ui.PATHS,
-        on_over=service.large_requests.release,
-        conversations=lambda: service.models.conversations,
-    )
+    app.layers = _layers(app, service)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     return app
 
 
-def _include(app: FastAPI) -> None:
+def _include(app: Application) -> None:
     """Add all endpoints to an application."""
     generating = (chat, completions, openai_responses, anthropic, embeddings, scoring, ollama)
     stored = (stored_responses, conversations, schemas, sessions)
@@ -193,20 +201,50 @@ def _include(app: FastAPI) -> None:
         app.include_router(module.routes)
 
 
-def add_shortcuts(app: FastAPI, routes: APIRouter) -> None:
-    """Route POST requests straight to endpoints that depend on nothing, without FastAPI's search for dependencies.
-    Its own routes stay behind these, for the OpenAPI document and other methods."""
+def add_shortcuts(app: Application, routes: APIRouter) -> None:
+    """Answer POST requests straight by endpoints that depend on nothing. FastAPI's routes stay for the OpenAPI
+    document and other methods."""
     for route in routes.routes:
         if not isinstance(route, APIRoute) or route.methods != {"POST"}:
             continue
         if not (route.param_convertors or route.dependant.dependencies):
-            app.router.routes.append(Route(route.path, route.endpoint, methods=["POST"], include_in_schema=False))
+            app.straight[route.path] = route.endpoint
 
 
-def _answer_pages_of(app: FastAPI, origins: list[str]) -> None:
+def _layers(app: Application, service: RouterService) -> ASGIApp:
+    """Return the layers around all endpoints (`http/middleware.py`)."""
+    config, metrics = service.config, service.metrics
+    layers: ASGIApp = app.answer
+    if config.idempotency_ttl_seconds:
+        layers = ReplayMiddleware(
+            layers,
+            IdempotencyStore(service.records, config.idempotency_ttl_seconds, quota_of=service.tenants.quota_of),
+            bytes_max=config.max_body_bytes,
+            on_result=lambda result: metrics.admission.keys.labels(result).inc(),
+        )
+    layers = AccessMiddleware(
+        layers,
+        service.tenants,
+        on_denied=lambda status: metrics.admission.denied.labels(str(status)).inc(),
+        on_limit=lambda limit: metrics.admission.refused.labels(limit).inc(),
+        hosts=tuple(config.allowed_hosts),
+        origins=tuple(config.cors_origins),
+    )
+    if config.cors_origins:
+        layers = _for_pages_of(config.cors_origins, layers)
+    return RequestMiddleware(
+        layers,
+        metrics=metrics,
+        paths=_PATHS | ui.PATHS,
+        on_over=service.large_requests.release,
+        conversations=lambda: service.models.conversations,
+    )
+
+
+def _for_pages_of(origins: list[str], app: ASGIApp) -> ASGIApp:
     """Let pages of other servers use this one from a browser."""
-    app.add_middleware(
-        CORSMiddleware,
+    return CORSMiddleware(
+        app,
         allow_origins=origins,
         allow_methods=["GET", "POST", "PATCH", "DELETE"],
         allow_headers=["*"],
@@ -218,6 +256,11 @@ def _answer_pages_of(app: FastAPI, origins: list[str]) -> None:
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error_response(request.url.path, error.renamed(request.scope.get(SPELT, {})))
+
+
+async def _on_failure(request: Request, error: Exception) -> Response:
+    """Answer what should never happen; `RequestMiddleware` logs it."""
+    return error_response(request.url.path, internal_error())
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -169,3 +169,8 @@ def records_full(used: int, limit: int) -> ApiError:
     )
     details = {"limit": "records_bytes", "limit_bytes": limit, "used_bytes": used}
     return ApiError(429, message, kind="rate_limit_error", code="records_quota", details=details)
+
+
+def internal_error() -> ApiError:
+    """500 for an error that should never happen. What it was, the log says."""
+    return ApiError(500, "internal error", kind="internal_error", code="internal_error")

@@ -1,8 +1,7 @@
 """The context of the HTTP request at hand: its log record, its identity (the tenant that sends it), the meter that
 counts its tokens, and its random numbers.
 
-    RequestMiddleware ─► id, record     AccessMiddleware ─► identity     AdmissionMiddleware ─► meter
-                                                                          ReplayMiddleware   ─► random
+    RequestMiddleware ─► id, record     AccessMiddleware ─► identity, meter     ReplayMiddleware ─► random
 
 Each layer of the middleware adds its part with `known`. Code in the request's task, or in a task started by it,
 reads the parts with `current`. Outside of a request, as in a health probe, all parts are absent.
@@ -17,11 +16,12 @@ import hashlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 if TYPE_CHECKING:
     from trunkline.router.telemetry.request_record import RequestRecord
@@ -59,8 +59,7 @@ class AdapterChoice:
     key: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestContext:
+class RequestContext(msgspec.Struct, frozen=True):
     """The parts of a request's context; None: the part is not set yet, or the request has none."""
 
     record: RequestRecord | None = None
@@ -99,14 +98,40 @@ def current() -> RequestContext:
     return _current.get()
 
 
-@contextmanager
-def known(**parts: Any) -> Iterator[None]:
+class _Known:
+    """What `known` returns. A generator would run more code at the beginning of each request."""
+
+    __slots__ = ("_context", "_token")
+
+    def __init__(self, context: RequestContext) -> None:
+        self._context = context
+        self._token: Token[RequestContext] | None = None
+
+    def __enter__(self) -> None:
+        self._token = _current.set(self._context)
+
+    def __exit__(self, *_: object) -> None:
+        assert self._token is not None
+        _current.reset(self._token)
+
+
+def known(**parts: Any) -> AbstractContextManager[None]:
     """Add parts to the current context inside of a `with` block, and in tasks that are started there."""
-    token = _current.set(replace(_current.get(), **parts))
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return _Known(msgspec.structs.replace(_current.get(), **parts))
+
+
+def log_fields() -> dict[str, str]:
+    """Return what log lines say of the request at hand: its ids, its tenant and the name of its key."""
+    context = _current.get()
+    fields: dict[str, str] = {}
+    if context.record is not None:
+        fields["request_id"] = context.record.id
+        if context.record.trace is not None:
+            fields["trace_id"] = context.record.trace.context.trace_id.hex()
+    if context.identity is not None:
+        named = {"tenant": context.identity.tenant, "key": context.identity.key}
+        fields.update({name: value for name, value in named.items() if value})
+    return fields
 
 
 def choose_adapter(name: str, key: bytes) -> None:

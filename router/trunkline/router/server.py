@@ -28,7 +28,7 @@ import resource
 import signal
 import socket
 import stat
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Coroutine, Iterator
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -40,8 +40,8 @@ from uvicorn.server import ServerState
 
 from trunkline.router.app import create_app
 from trunkline.router.config import RouterConfig
-from trunkline.router.http.answers import BODY_OUTLET, BODY_SEND
-from trunkline.router.http.body import bound_heap
+from trunkline.router.http.answers import BODY_OUTLET
+from trunkline.router.http.body import IS_WHOLE, bound_heap
 from trunkline.router.service import RouterService
 from trunkline.router.stores.file_store import PART_BYTES
 from trunkline.router.text.tokenizer import Tokenizer
@@ -62,6 +62,8 @@ _MEET_SECONDS_MAX: Final = 3.0
 """Longest wait for a controller before connections are accepted. When a whole cluster starts, which takes longer,
 `/health` should answer and show how far the start is."""
 _MEET_INTERVAL_S: Final = 0.02
+_AS_IT_IS: Final = -1.0
+"""Stands for the seconds of a timer that goes on."""
 _IDLE_SECONDS: Final = 2.0
 """Time for which a connection may send another request after an answer, while the router hands over."""
 _log = structlog.get_logger("trunkline.router")
@@ -118,7 +120,10 @@ class BoundedProtocol(HttpToolsProtocol):
     _in_headers = False
     _header_bytes = 0
     _is_refused = False
+    _is_parsing = False
     _timer: asyncio.TimerHandle | None = None
+    _seconds: float | None = _AS_IT_IS
+    """What the timer is to be set to."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the client's first request, or refuse the connection if there are too many."""
@@ -192,13 +197,19 @@ class BoundedProtocol(HttpToolsProtocol):
         """Stop the timer: the request is complete."""
         self._wait(None)
         if not self._is_refused:
+            self.scope[IS_WHOLE] = True  # type: ignore[typeddict-unknown-key]
             super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes, and count those of headers."""
         if self._is_refused:
             return
-        super().data_received(data)
+        self._is_parsing = True
+        try:
+            super().data_received(data)
+        finally:
+            self._is_parsing = False
+            self._set_timer()
         if self._in_headers and not self._is_refused:
             self._header_bytes += len(data)
             self._limit_headers(self._header_bytes)
@@ -216,7 +227,16 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(431, f"the headers have more than {limit} bytes")
 
     def _wait(self, seconds: float | None) -> None:
-        """Start the timer that disconnects after `seconds`; None: stop the timer."""
+        """Start the timer that disconnects after `seconds`; None: stop the timer. While data is parsed, only the
+        last call counts: most requests arrive whole, and need no timer."""
+        self._seconds = seconds
+        if not self._is_parsing:
+            self._set_timer()
+
+    def _set_timer(self) -> None:
+        seconds, self._seconds = self._seconds, _AS_IT_IS
+        if seconds == _AS_IT_IS:
+            return
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, self._too_slow)
@@ -364,20 +384,21 @@ def make_server(service: RouterService, meet_seconds_max: float = 0.0) -> _Serve
     """
     app, config = create_app(service), service.config
 
-    async def app_that_waits(scope: Any, receive: Any, send: Any) -> None:
+    def app_that_waits(scope: Any, receive: Any, send: Any) -> Awaitable[None]:
         async def send_when_ready(message: Any) -> None:
             if message["type"] == "lifespan.startup.complete":
                 await _meet(service, meet_seconds_max)
                 report_status(service.config.status_path, "ready")
             await send(message)
 
-        scope[BODY_SEND] = send
-        await app(scope, receive, send_when_ready if scope["type"] == "lifespan" else send)
+        return app(scope, receive, send_when_ready if scope["type"] == "lifespan" else send)
 
     return _Server(
         uvicorn.Config(
             app_that_waits,
+            interface="asgi3",
             http=BoundedProtocol,
+            proxy_headers=False,  # nothing reads the client's address or the scheme
             ws="none",
             lifespan="on",
             log_config=None,

@@ -316,9 +316,9 @@ class RouterService:
         if len(self._generations) + count > self.config.max_inflight:
             raise overloaded(f"this router already works on {self.config.max_inflight} requests")
         wanted = self._wanted if self._is_chosen else ""
-        links = self.links_of(wanted)
-        if not any(link.ready for link in links) and not self.dispatcher.can_wait(wanted):
-            raise unavailable(f"no engine is ready: {describe(links)}")
+        is_ready = any(link.ready and link.standing.may_serve(wanted) for link in self.links)
+        if not is_ready and not self.dispatcher.can_wait(wanted):
+            raise unavailable(f"no engine is ready: {describe(self.links_of(wanted))}")
 
     def generate(self, job: Job, arrived_at: float) -> Generation:
         """Send a job to a controller.

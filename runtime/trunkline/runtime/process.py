@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -66,11 +67,19 @@ def spare_the_collector() -> None:
     gc.set_threshold(_ALLOCATIONS_PER_COLLECTION, *gc.get_threshold()[1:])
 
 
-def configure_logging(role: str, level: str = "info", log_format: str = "auto", **fields: Any) -> None:
+def configure_logging(
+    role: str,
+    level: str = "info",
+    log_format: str = "auto",
+    *,
+    context: Callable[[], Mapping[str, Any]] = dict,
+    **fields: Any,
+) -> None:
     """Log structured lines on stderr, each with the role and the `fields` of this process (`group`, `rank`).
 
     Args:
         log_format: "json", "text" (for people), or "auto": text on a terminal, JSON elsewhere.
+        context: returns further fields of a line, of what is done when it is written.
     """
     is_text = log_format == "text" or (log_format == "auto" and is_for_people())
     renderer: structlog.typing.Processor = (
@@ -82,11 +91,10 @@ def configure_logging(role: str, level: str = "info", log_format: str = "auto", 
 
     def of_process(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         # Not as context variables: those are known in the main thread only.
-        return {"time": None, "level": None, "event": None, **own, **event}
+        return {"time": None, "level": None, "event": None, **own, **context(), **event}
 
     structlog.configure(
         processors=[
-            structlog.contextvars.merge_contextvars,
             of_process,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
@@ -110,6 +118,7 @@ def enter_role(
     log_level: str = "info",
     log_format: str = "auto",
     title: str = "",
+    context: Callable[[], Mapping[str, Any]] = dict,
     **fields: Any,
 ) -> None:
     """Set up a process: title, files that only its user can read, logging, its garbage collector, and its end with
@@ -120,12 +129,13 @@ def enter_role(
     Args:
         parent_pid: The supervisor; 0 if the process was started by hand or by Kubernetes.
         title: Text for the list of processes, in place of the role.
+        context: As in `configure_logging`.
         fields: Fields of this process for its log lines.
     """
     begin_collecting()
     os.umask(0o077)  # only this user may read what a process writes, and connect to its sockets
     setproctitle.setproctitle(f"trunkline: {title or role}")
-    configure_logging(role, log_level, log_format, **fields)
+    configure_logging(role, log_level, log_format, context=context, **fields)
     if parent_pid:
         die_with_parent(parent_pid)
 

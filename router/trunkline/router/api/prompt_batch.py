@@ -101,7 +101,8 @@ class PromptBatch:
         Raises:
             ApiError: 503 or 429, the router or its engines cannot accept them now.
         """
-        service.check_admission(len(jobs))
+        if len(jobs) > 1:  # else `generate` checks as much
+            service.check_admission(len(jobs))
         turns = LoopTurns()
         try:
             for job in jobs:

@@ -40,7 +40,9 @@ SPELT: Final = "trunkline.spelt"
 
 EVENT_STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Headers of event streams, which make proxies pass each event on at once."""
-_EVENT_STREAM_HEADERS: Final = [(name.lower().encode(), value.encode()) for name, value in EVENT_STREAM_HEADERS.items()]
+_EVENT_STREAM_HEADERS: Final = [
+    (name.lower().encode(), value.encode()) for name, value in EVENT_STREAM_HEADERS.items()
+]
 
 _T = TypeVar("_T")
 _log = structlog.get_logger("trunkline.router.api")
@@ -135,7 +137,7 @@ class _Watch:
 
     def _leave(self, watcher: asyncio.Future[None]) -> None:
         if not watcher.cancelled():
-            watcher.exception()  # asyncio would log one that nobody has looked at; the client has left all the same
+            watcher.exception()  # asyncio would log one at which nobody has looked
             self.has_left = True
             self._task.cancel()
 

@@ -18,9 +18,10 @@ from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from trunkline.router.errors import ApiError, bad_value
+from trunkline.router.http.headers import headers_of
 from trunkline.router.http.json_slices import PIECE_BYTES, TooManyPartsError, is_light, parse_slices
 
 SMALL_BYTES: Final = 64 << 10
@@ -29,6 +30,8 @@ BODIES_AT_ONCE: Final = 16
 """Largest number of bodies of the largest size that may be in memory at once."""
 _HELD: Final = "trunkline.body_bytes"
 """Key in a request's scope, for the number of bytes that the request counts for in `LargeRequests.bytes_held`."""
+IS_WHOLE: Final = "trunkline.is_whole"
+"""Key in a request's scope that is there once its body has arrived."""
 _TRIM_BYTES: Final = 1 << 20
 """Smallest size in bytes of a request after which memory is given back to the system."""
 _TRIM_DELAY_S: Final = 0.5
@@ -137,25 +140,34 @@ async def read_body(request: Request, bytes_max: int) -> bytes:
     Raises:
         ApiError: 413, it is too large; 408, it arrives too slowly; 503, there are too many large requests.
     """
-    length = request.headers.get("content-length", "")
+    length = headers_of(request.scope).get("content-length", "")
     if length.isdigit() and int(length[:18]) > bytes_max:
         raise _too_large(bytes_max)
+    if IS_WHOLE in request.scope:  # there is nothing to wait for
+        return await _received(request, bytes_max)
     seconds_max: float = request.app.state.service.config.body_seconds
-    large = _large_requests(request)
-    chunks: list[bytes] = []
-    size = 0
     try:
         async with asyncio.timeout(seconds_max):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > bytes_max:
-                    raise _too_large(bytes_max)
-                large.hold(request.scope, size)
-                chunks.append(chunk)
+            return await _received(request, bytes_max)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {seconds_max:g} s") from None
-    except ClientDisconnect:
-        raise ApiError(400, "the client left before its body was complete") from None
+
+
+async def _received(request: Request, bytes_max: int) -> bytes:
+    large = _large_requests(request)
+    chunks: list[bytes] = []
+    size, is_complete = 0, False
+    while not is_complete:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(400, "the client left before its body was complete")
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > bytes_max:
+            raise _too_large(bytes_max)
+        large.hold(request.scope, size)
+        chunks.append(chunk)
+        is_complete = not message.get("more_body", False)
     return b"".join(chunks)
 
 
@@ -175,7 +187,7 @@ def session_header(request: Request) -> str | None:
     Raises:
         ApiError: 400, the name is empty or too long.
     """
-    label = request.headers.get(SESSION_HEADER)
+    label: str | None = headers_of(request.scope).get(SESSION_HEADER)
     if label is not None and not 1 <= len(label) <= _SESSION_CHARACTERS_MAX:
         raise bad_value(
             SESSION_HEADER,

@@ -1,6 +1,9 @@
 """The layers around every endpoint: a request's id and record, who sends it, and the limits of its tenant.
 
-    RequestMiddleware ─► AccessMiddleware ─► AdmissionMiddleware ─► ReplayMiddleware (idempotency.py) ─► endpoint
+    RequestMiddleware ─► AccessMiddleware ─► ReplayMiddleware (replay.py) ─► Application.answer (app.py)
+
+All that they run is on the way of each first token, mostly in caches that hold other programs' code. There a
+function costs several times what it costs in a loop: so there are few layers.
 
 With keys, the key decides who gets in. Without keys (a laptop), every user of the machine may ask for text. The
 danger left is a web page in a browser of this machine, which reaches local addresses, too. Such requests are
@@ -10,20 +13,21 @@ page, or the content type of a form.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 import secrets
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 from urllib.parse import parse_qs
 
 import structlog
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trunkline.router.errors import ApiError
+from trunkline.router.errors import ApiError, internal_error
 from trunkline.router.http.answers import (
     BODY_SEND,
     CLIENT_LEFT_STATUS,
@@ -31,6 +35,7 @@ from trunkline.router.http.answers import (
     error_response,
     is_anthropic,
 )
+from trunkline.router.http.headers import RequestHeaders, headers_of
 from trunkline.router.request_context import AdapterChoice, known
 from trunkline.router.telemetry.metrics import Metrics
 from trunkline.router.telemetry.request_record import PROVIDER, RequestRecord, RequestTrace, operation_of
@@ -39,10 +44,9 @@ from trunkline.router.tenancy.auth import (
     Identity,
     access_needed,
     check_once,
-    current_identity,
     is_loopback,
 )
-from trunkline.router.tenancy.tenants import Tenants, metered
+from trunkline.router.tenancy.tenants import Tenants
 from trunkline.router.text.conversation_memory import ConversationMemory
 from trunkline.runtime.spans import Value
 
@@ -54,6 +58,8 @@ _log = structlog.get_logger("trunkline.router.http")
 _SAFE: Final = ("GET", "HEAD", "OPTIONS")
 _TENANT: Final = b"tenant="
 PORT_MAX: Final = 65535
+_HOSTS_MAX: Final = 64
+"""Number of hosts whose check is remembered. One is as long as headers may be, at most."""
 _HOST_HEADER: Final = re.compile(
     r"(?:\[(?P<address>[0-9A-Fa-f:.]{2,45})\]|(?P<name>[A-Za-z0-9._-]{1,253}))(?::(?P<port>[0-9]{1,5}))?", re.ASCII
 )
@@ -98,31 +104,24 @@ class RequestMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry point."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
+        headers = headers_of(scope)
         given = headers.get("x-request-id", "")
         request_id = given if _GOOD_ID.fullmatch(given) else secrets.token_hex(16)
         path = self._label(scope["path"])
         record, began, status = self._record(request_id, path, headers), time.monotonic(), 0
-        ids = {"request_id": request_id}
-        if record.trace is not None:
-            ids["trace_id"] = record.trace.context.trace_id.hex()
-        parts = {"record": record, "conversations": self._conversations(), "choice": AdapterChoice()}
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                answer = MutableHeaders(scope=message)
-                answer["X-Request-Id"] = request_id
+                own = [(b"x-request-id", request_id.encode())]
                 if is_anthropic(scope["path"]) or "anthropic-version" in headers:
-                    answer["request-id"] = request_id  # the name that clients of Anthropic's API look for
+                    own.append((b"request-id", request_id.encode()))  # the name of Anthropic's API
+                message["headers"] = [*message.get("headers", ()), *own]
             await send(message)
 
-        scope.setdefault(BODY_SEND, send)  # unless an outer layer has set a shorter way
-        with structlog.contextvars.bound_contextvars(**ids), known(**parts):
+        scope[BODY_SEND] = send
+        with known(record=record, conversations=self._conversations(), choice=AdapterChoice()):
             try:
                 await self._app(scope, receive, send_with_id)
                 if scope.get("state", {}).get("client_left"):
@@ -132,13 +131,12 @@ class RequestMiddleware:
             except Exception as error:  # noqa: BLE001 (whatever a request does, the process goes on)
                 _log_failure(error)
                 if not status:
-                    response = ApiError(500, "internal error", kind="internal_error", code="internal_error")
-                    await error_response(scope["path"], response)(scope, receive, send_with_id)
+                    await error_response(scope["path"], internal_error())(scope, receive, send_with_id)
             finally:
                 self._on_over(scope)
             self._over(scope, path, status, record, began)
 
-    def _record(self, request_id: str, path: str, headers: Headers) -> RequestRecord:
+    def _record(self, request_id: str, path: str, headers: RequestHeaders) -> RequestRecord:
         """Return the record of a new request, with its trace if the request is traced."""
         record = RequestRecord(request_id)
         if self._tracer.is_on and not is_routine(path):
@@ -230,45 +228,69 @@ def _log_failure(error: Exception) -> None:
 
 
 class AccessMiddleware:
-    """Identifies the sender of each request. Inside of it `current_identity()` returns the sender, and
+    """Identifies the sender of each request, keeps each tenant within its limits, and tells clients in headers how
+    much is left. A request is admitted before its body is read. It is over when its answer has been sent or its
+    client has left.
+
+    Inside of it `current_identity()` returns the sender, `current_meter()` the tenant's account, and
     `scope["state"]` has "tenant" and "role"."""
 
     def __init__(
         self,
         app: ASGIApp,
         tenants: Tenants,
-        on_refusal: Callable[[int], object],
+        on_denied: Callable[[int], object],
+        on_limit: Callable[[str], object],
         hosts: tuple[str, ...] = (),
         origins: tuple[str, ...] = (),
     ) -> None:
         """
         Args:
-            tenants: knows the keys.
-            on_refusal: called with the status of each refusal.
+            tenants: knows the keys and the limits.
+            on_denied: called with the status of each request that is refused for its sender.
+            on_limit: called with the name of the limit because of which a request is refused.
             hosts: names of this machine, besides its addresses, that clients without keys may use.
             origins: origins of web pages that may send requests.
         """
         self._app = app
         self._tenants = tenants
-        self._on_refusal = on_refusal
+        self._on_denied = on_denied
+        self._on_limit = on_limit
         self._hosts = frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry point."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         try:
             identity = self._enter(scope)
         except ApiError as error:
-            self._on_refusal(error.status)
+            self._on_denied(error.status)
             await error_response(scope["path"], error)(scope, receive, send)
             return
         state = scope.setdefault("state", {})
         state["tenant"], state["role"] = identity.tenant, identity.role
-        with known(identity=identity), structlog.contextvars.bound_contextvars(**_for_logs(identity)):
-            await self._app(scope, receive, send)
+        if not is_metered(scope["path"]):
+            with known(identity=identity):
+                await self._app(scope, receive, send)
+            return
+        try:
+            meter = await self._tenants.enter(identity.tenant)
+        except ApiError as error:
+            if "limit" in error.details:
+                self._on_limit(error.details["limit"])
+            await error_response(scope["path"], error)(scope, receive, send)
+            return
+
+        async def send_with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start" and (left := meter.headers()):
+                MutableHeaders(scope=message).update(left)
+            await send(message)
+
+        try:
+            with known(identity=identity, meter=meter):
+                await self._app(scope, receive, send_with_limits)
+        finally:
+            meter.close()
 
     def _enter(self, scope: Scope) -> Identity:
         """Return who sends the request.
@@ -276,8 +298,9 @@ class AccessMiddleware:
         Raises:
             ApiError: the request is refused.
         """
-        headers = Headers(scope=scope)
-        check_once(headers)
+        headers = headers_of(scope)
+        if headers.repeats:
+            check_once(headers)
         access = access_needed(scope["path"])
         if not self._tenants.needs_keys:
             self._check_page(scope, headers)
@@ -294,7 +317,7 @@ class AccessMiddleware:
                 identity = self._tenants.acting_for(identity, name)
         return identity
 
-    def _check_page(self, scope: Scope, headers: Headers) -> None:
+    def _check_page(self, scope: Scope, headers: RequestHeaders) -> None:
         """Refuse a request that a foreign web page has sent. For servers without keys.
 
         Raises:
@@ -338,6 +361,7 @@ def is_own(origin: str, host: str) -> bool:
     return scheme in ("http", "https") and bool(slashes and rest) and rest == host.lower()
 
 
+@functools.lru_cache(_HOSTS_MAX)
 def is_allowed_host(host: str, names: frozenset[str]) -> bool:
     """Return whether a `Host` header names this machine: by an address, as localhost, or by one of `names` (in
     lower case)."""
@@ -375,49 +399,9 @@ def is_local_name(name: str) -> bool:
     return True
 
 
-def _for_logs(identity: Identity) -> dict[str, str]:
-    named = {"tenant": identity.tenant, "key": identity.key}
-    return {name: value for name, value in named.items() if value}
-
-
 def is_metered(path: str) -> bool:
     """Return whether requests to a path count against the tenant's limits. Requests of operators and load
     balancers do not."""
     if path in _TOKENIZING:
         return True
     return path.startswith("/v1/") and path != "/v1/models" and not path.startswith("/v1/models/")
-
-
-class AdmissionMiddleware:
-    """Keeps each tenant within its limits, and tells clients in headers how much is left. It stands inside of
-    `AccessMiddleware`, which finds the tenant. A request is admitted before its body is read. It is over when its
-    answer has been sent or its client has left."""
-
-    def __init__(self, app: ASGIApp, tenants: Tenants, on_refusal: Callable[[str], Any]) -> None:
-        """`on_refusal`: called with the name of the limit because of which a request is refused."""
-        self._app = app
-        self._tenants = tenants
-        self._on_refusal = on_refusal
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry point."""
-        if scope["type"] != "http" or not is_metered(scope["path"]):
-            await self._app(scope, receive, send)
-            return
-        try:
-            meter = await self._tenants.enter(current_identity().tenant)
-        except ApiError as error:
-            if "limit" in error.details:
-                self._on_refusal(error.details["limit"])
-            await error_response(scope["path"], error)(scope, receive, send)
-            return
-
-        async def send_with_limits(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in meter.headers().items():
-                    headers[name] = value
-            await send(message)
-
-        with metered(meter):
-            await self._app(scope, receive, send_with_limits)

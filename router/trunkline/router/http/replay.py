@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Final
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,6 +25,7 @@ from trunkline.router.http.answers import (
     while_connected,
 )
 from trunkline.router.http.body import SESSION_HEADER, read_body
+from trunkline.router.http.headers import headers_of
 from trunkline.router.http.idempotency import Claim, IdempotencyStore, RequestName, Result, name_request
 from trunkline.router.request_context import RequestRandom, created_at, known
 from trunkline.router.tenancy.tenants import current_meter
@@ -79,11 +80,11 @@ def takes_key(method: str, path: str) -> bool:
 
 
 def _is_upload(scope: Scope) -> bool:
-    return bool(scope["type"] == "http" and scope["method"] == "POST" and scope["path"] == _UPLOADS)
+    return bool(scope["method"] == "POST" and scope["path"] == _UPLOADS)
 
 
 class ReplayMiddleware:
-    """Answers each `Idempotency-Key` once. It stands inside of `AdmissionMiddleware`, which sets the tenant. Plain
+    """Answers each `Idempotency-Key` once. It stands inside of `AccessMiddleware`, which sets the tenant. Plain
     ASGI."""
 
     def __init__(
@@ -103,9 +104,9 @@ class ReplayMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry point."""
         key = None
-        if scope["type"] == "http" and takes_key(scope["method"], scope["path"]):
-            key = Headers(scope=scope).get(_HEADER)
-        elif _is_upload(scope) and _HEADER in Headers(scope=scope):
+        if takes_key(scope["method"], scope["path"]):
+            key = headers_of(scope).get(_HEADER)
+        elif _is_upload(scope) and _HEADER in headers_of(scope):
             send = _Copy(scope, None, send, self._room).send
         if key is None:
             await self._app(scope, receive, send)
@@ -139,7 +140,7 @@ class ReplayMiddleware:
         """Return a request's name, and a `receive` that gives its body again."""
         body = await read_body(request, self._bytes_max)
         scope = request.scope
-        session = request.headers.get(SESSION_HEADER, "").encode()
+        session = headers_of(scope).get(SESSION_HEADER, "").encode()
         asked = (scope["method"].encode(), scope["path"].encode(), scope.get("query_string", b""), session, body)
         tenant = current_meter().tenant
         if len(body) > _OFF_LOOP_BYTES:

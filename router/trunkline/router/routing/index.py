@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkline.kvstore.chunks import NAME_BYTES
+from trunkline.kvstore.tier import TierKind
 from trunkline.router.routing.controllers import resized
 from trunkline.router.routing.name_table import EXPECTED, SHARDS, TIERS, TOLD, ByteArray, IntArray, row_bytes
 from trunkline.router.routing.native_table import new_table
@@ -175,6 +176,11 @@ class ChunkIndex:
         shadow = self._shadows.get(controller)
         if shadow is not None:
             self._write(shadow, names, tiers)
+
+    def on_device(self, controller: int, names: Sequence[bytes]) -> None:
+        """Note that a controller has chunks on its device now."""
+        if names:
+            self.apply(controller, b"".join(names), bytes([1 << TierKind.DEVICE]) * len(names))
 
     def begin_snapshot(self, controller: int) -> None:
         """Begin a snapshot of all chunks of a controller. Until `end_snapshot` the index serves what it knew

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trunkline.router.streams.link import ControllerLink
 
 _MESSAGES_PER_TURN: Final = 64
-"""Messages behind the first one that are handled before other coroutines get a turn: their tokens go out together."""
+"""Messages behind a first one that are handled before other coroutines get a turn; their tokens leave together."""
 _HIGH_WATER: Final = 20_000
 _STATUSES: Final = ("starting", "ready", "draining", "failed")
 _COUNT_MAX: Final = (1 << 63) - 1

@@ -26,7 +26,6 @@ import structlog
 
 from trunkline.controller.messages import ModuleText, Submit
 from trunkline.kvstore.chunks import pack_int32
-from trunkline.kvstore.tier import TierKind
 from trunkline.router.errors import ApiError, unavailable
 from trunkline.router.jobs.job import Job
 from trunkline.router.messages import FinishReason
@@ -238,12 +237,8 @@ class Dispatcher:
                 self.finished(attempt, End(FinishReason.DRAINING, link.why_not_ready()))
 
     def started(self, attempt: Attempt) -> None:
-        """Note that the controller has admitted an attempt, so that its prompt is computed or about to be: in the
-        loop's next turn, when the first token that came along is on its way to the client, or at the attempt's
-        end."""
-        asyncio.get_running_loop().call_soon(self._note_start, attempt)
-
-    def _note_start(self, attempt: Attempt) -> None:
+        """Note that the controller has admitted an attempt, so that its prompt is computed or about to be. Calling
+        it again changes nothing, nor does it once the attempt is over."""
         routed = attempt.routed
         if routed.attempts.get(attempt.ticket) is not attempt:
             return
@@ -254,8 +249,7 @@ class Dispatcher:
         if not routed.waiting:
             self._stop_timer(routed)
         names, attempt.names = attempt.names, []
-        if names:
-            self.core.index.apply(attempt.link.index, b"".join(names), bytes([1 << TierKind.DEVICE]) * len(names))
+        self.core.index.on_device(attempt.link.index, names)
 
     def finished(self, attempt: Attempt, end: End) -> None:
         """Decide what follows the end of an attempt."""
@@ -292,13 +286,9 @@ class Dispatcher:
             if begun and not self._resume_seconds:
                 routed.stream.finish(*end)
                 return
-            tokens = sum(map(len, routed.stream.outputs))
+            group, tokens = attempt.link.index, sum(map(len, routed.stream.outputs))
             _log.info(
-                "stream_goes_on",
-                request_id=routed.request_id,
-                group=attempt.link.index,
-                reason=end.reason,
-                tokens=tokens,
+                "stream_goes_on", request_id=routed.request_id, group=group, reason=end.reason, tokens=tokens
             )
         if failures >= FAILURES_MAX * WAITING_LOSSES:
             self._on_event("gave_up")
@@ -475,7 +465,7 @@ class Dispatcher:
     def _let_go(self, attempt: Attempt, *, failed: bool = False, abort: bool = False) -> None:
         """Forget an attempt. Called exactly once for each: until then it is in its request's `attempts`."""
         if attempt.has_started:
-            self._note_start(attempt)
+            self.started(attempt)
         attempt.over("released")
         del attempt.routed.attempts[attempt.ticket]
         attempt.routed.stream.served = attempt.link, attempt.request

@@ -318,7 +318,11 @@ class Generation:
         Raises:
             ApiError: the controller refused it; nothing was generated.
         """
-        await self._stream.wait_first(_FIRST_EVENT_SECONDS_MAX)
+        try:
+            async with asyncio.timeout(_FIRST_EVENT_SECONDS_MAX):
+                await self._stream.wait_first()
+        except TimeoutError:
+            return
         error = self._error_of(self._stream.failure)
         if error is not None:
             raise error

@@ -166,7 +166,9 @@ class ControllerLink:
     @property
     def ready(self) -> bool:
         """Whether the controller takes requests now."""
-        return self.state is not None and self.state.status == "ready" and not self.problem
+        state, standing = self.state, self.standing
+        is_up = state is not None and state.status == "ready" and state.protocol == PROTOCOL
+        return is_up and not standing.problem and not standing.rival  # as `problem`, which says why
 
     @property
     def problem(self) -> str:

@@ -231,21 +231,10 @@ class Stream:
             link, number = self.served
             link.tell(lambda _: Told(number, ended))
 
-    async def wait_first(self, seconds_max: float) -> None:
-        """Wait until the request was admitted, has a token or has ended, but no longer than `seconds_max`."""
-        is_over = False
-
-        def give_up() -> None:
-            nonlocal is_over
-            is_over = True
-            self._wake()
-
-        timer = asyncio.get_running_loop().call_later(seconds_max, give_up)
-        try:
-            while not (is_over or self.started is not None or self._batch.tokens or self._batch.end is not None):
-                await self._wait()
-        finally:
-            timer.cancel()
+    async def wait_first(self) -> None:
+        """Wait until the request was admitted, has a token or has ended."""
+        while not (self.started is not None or self._batch.tokens or self._batch.end is not None):
+            await self._wait()
 
     async def next(self) -> Batch:
         """Return what has arrived since the last call; wait until something has. Not to be called after a batch
@@ -442,7 +431,8 @@ class Attempt:
                 raise ValueError(f"the end of sample {event.sample} of 1")
         elif isinstance(event, Started):
             self.has_started = True
-            self._dispatcher.started(self)
+            # Routing notes it when a first token that came along is on its way to the client.
+            asyncio.get_running_loop().call_soon(self._dispatcher.started, self)
         self._stream.receive(event)
 
 

@@ -4,7 +4,7 @@
                (auth.py)                       └─ 429, with the limit, and the seconds until a request would pass
 
 The router uses `Tenants`, which follows the file of rules. All else does no I/O; it gets the clock from outside.
-`AdmissionMiddleware` admits a request and makes its `Meter` the current one.
+`AccessMiddleware` admits a request and makes its `Meter` the current one.
 
 To be admitted, a request needs a place among the tenant's running requests, a unit of its bucket of requests, and
 a bucket of tokens that is not empty. Its prompt is charged once its length is known, its output when it ends. So

@@ -239,7 +239,7 @@ class Tokenizer:
         text = self.files.special_tokens.get(name)
         return None if text is None else self._tokenizer.token_to_id(text)
 
-    @property
+    @functools.cached_property
     def eos_ids(self) -> frozenset[int]:
         """Tokens that end a text, from the generation configuration and from the tokenizer."""
         own = self.special_token_id("eos_token")
