@@ -123,12 +123,10 @@ class Application(FastAPI):
         self.layers: ASGIApp = self.answer
         """The outermost layer."""
 
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:  # type: ignore[override]
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry point."""
         scope["app"] = self
-        if scope["type"] == "http":
-            return self.layers(scope, receive, send)
-        return super().__call__(scope, receive, send)
+        await (self.layers if scope["type"] == "http" else super().__call__)(scope, receive, send)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request that has passed the layers."""

@@ -160,12 +160,14 @@ class RequestMiddleware:
             record.trace.finish(method, path, status, attributes, error)
 
     def _label(self, path: str) -> str:
+        if path in self._paths and "{" not in path:
+            return path
         if path.startswith("/v1/models/"):
             return "/v1/models/{model}"
         if path.startswith("/v1/sessions/"):
             verb = path.split("/", 4)[4:]
             return "/v1/sessions/{session}" + (f"/{verb[0]}" if verb and verb[0] in SESSION_VERBS else "")
-        if path.startswith("/v1/responses/") and path not in self._paths:
+        if path.startswith("/v1/responses/"):
             last = path.rpartition("/")[2]
             return "/v1/responses/{response}" + (f"/{last}" if last in _RESPONSE_VERBS else "")
         if path.startswith("/v1/conversations/"):
@@ -181,7 +183,7 @@ class RequestMiddleware:
             return "/v1/messages/batches/{batch}" + (f"/{last}" if last in ("cancel", "results") else "")
         if path.startswith("/v1/schemas/"):
             return "/v1/schemas/{schema}"
-        return path if path in self._paths else "other"
+        return "other"
 
 
 def is_routine(path: str) -> bool:

@@ -50,12 +50,16 @@ def row(
         value: The field's value if the client gives none.
     """
     told: dict[str, Any] = {"x-allowed": allowed, "x-default": default, "x-also": list(also)}
-    return Field(
-        default=value,
-        alias=alias,
-        description=meaning or None,
-        json_schema_extra={name: item for name, item in told.items() if item},
-    )
+    extra = {name: item for name, item in told.items() if item}
+    if value == [] or value == {}:
+        # pydantic would copy a value for each request, deeply.
+        return Field(
+            default_factory=type(value),
+            alias=alias,
+            description=meaning or None,
+            json_schema_extra={**extra, "default": value},
+        )
+    return Field(default=value, alias=alias, description=meaning or None, json_schema_extra=extra)
 
 
 class Parameter(NamedTuple):

@@ -126,7 +126,7 @@ class Loads:
     def displaced(self, lacking: NDArray[np.int64], queued: FloatArray) -> FloatArray:
         """Return how many tokens would leave each controller's tiers to make room for those of a request that it
         lacks, and for those of the prompts before it (`queued`)."""
-        gone: FloatArray = (lacking - np.maximum(self.room - queued, 0.0)).clip(0.0)
+        gone: FloatArray = np.maximum(lacking - np.maximum(self.room - queued, 0.0), 0.0)
         return gone
 
     def lost(self, controller: int) -> None:

@@ -289,7 +289,7 @@ class RoutingCore:
             int(matched[chosen]),
             tiers[chosen].tolist(),
             float(costs[chosen]),
-            float(costs.take(candidates).min()),
+            min(costs.take(candidates).tolist()),
             missing(own, chosen) if own is not None else [],
             blocks_for(prompt, int(self._traits.chunk_size[chosen])),
             Weighed(candidates, tiers, costs, self._slots.names),
@@ -381,7 +381,7 @@ class RoutingCore:
                     wait if self._available[request.pinned] else float("inf"),
                 )
             return np.array([request.pinned]), _NONE
-        if not usable.any():
+        if True not in usable.tolist():
             waits = [self._breakers[i].wait_seconds(now) for i in np.flatnonzero(served)]
             raise NoControllerError("no controller is available", min(waits, default=float("inf")))
         if request.exclude:

@@ -46,6 +46,8 @@ class ServedModel:
         self.remembered = RememberedPrompts(memory, config.name, tokenizer)
         """The prompts of its conversations."""
         self._max_context = config.max_context
+        self._limits: tuple[list[State], ModelLimits] | None = None
+        """The limits, with the reports from which they were made."""
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -66,6 +68,11 @@ class ServedModel:
             links: the connections to the groups that serve the model.
         """
         states = [link.state for link in links if link.state is not None and not link.problem]
+        if self._limits is None or self._limits[0] != states:
+            self._limits = states, self._limits_by(states)
+        return self._limits[1]
+
+    def _limits_by(self, states: list[State]) -> ModelLimits:
         contexts = [self._max_context or self.tokenizer.files.max_context]
         if capacity := [state.max_context for state in states if state.max_context > 0]:
             contexts.append(max(capacity))

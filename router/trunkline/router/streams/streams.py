@@ -429,11 +429,11 @@ class Attempt:
                 return
             if self.sample != ALL:
                 raise ValueError(f"the end of sample {event.sample} of 1")
-        elif isinstance(event, Started):
-            self.has_started = True
-            # Routing notes it when a first token that came along is on its way to the client.
-            asyncio.get_running_loop().call_soon(self._dispatcher.started, self)
         self._stream.receive(event)
+        if isinstance(event, Started):
+            self.has_started = True
+            # Behind the reader: a first token that came along leaves for the client before routing notes this.
+            asyncio.get_running_loop().call_soon(self._dispatcher.started, self)
 
 
 def submission(job: Job, request: int) -> Submit:

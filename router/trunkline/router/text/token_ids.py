@@ -5,6 +5,7 @@ A list of 200,000 numbers takes 3 milliseconds to make, and most requests need o
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
@@ -43,14 +44,17 @@ class TokenIds(Sequence[int]):
         if isinstance(ids, cls):
             return ids
         try:
-            return cls(np.array(ids, np.int32))
-        except OverflowError:
+            packed = struct.pack(f"<{len(ids)}i", *ids)  # in a fourth of the time of `np.array`
+        except struct.error:
             return ids
+        made = cls(np.frombuffer(packed, "<i4"))
+        made._packed = packed
+        return made
 
     def are_below(self, vocab_size: int) -> bool:
         """Return whether all ids are 0 to `vocab_size` - 1."""
-        array = self.array
-        return not len(array) or (int(array.min()) >= 0 and int(array.max()) < vocab_size)
+        # As unsigned numbers, negative ones are larger than any vocabulary.
+        return not len(self.array) or int(np.maximum.reduce(self.array.view(np.uint32))) < vocab_size
 
     def __len__(self) -> int:
         return len(self.array)
