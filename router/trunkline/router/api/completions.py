@@ -80,7 +80,8 @@ async def completions(request: Request) -> Response:
     service.check_admission()
     body = await read_parameters(request, COMPLETIONS)
     service = check_model(service, body.model)
-    check_choices(max(len(body.prompts), 1), decoding_of(body, service.limits.max_rows))
+    if len(body.prompts) > 1:  # the rows of a single one are checked with all else that it asks for
+        check_choices(len(body.prompts), decoding_of(body, service.limits.max_rows))
     _check_one_prompt(body)
     with ExitStack() as work:
         turn = None
@@ -240,11 +241,12 @@ class _CompletionAnswer:
         tokens: list[int] = []
         told = self._body.return_token_ids or self._body.counts_along or self._prompt_only
         plain = self._turn is None and self._count < 0 and not told
+        starts_bare = not self._body.echo  # an answer with `return_token_ids` is not plain
         texts = TextEvents(lambda index, text: self._chunk(CompletionChoice(index=index, text=text)))
         async for prompt, delta in self._batch.deltas():
             if plain and delta.finish is None and delta.text:
                 index = prompt * self._batch.generations[prompt].job.decoding.choices + delta.index
-                if index in opened:
+                if starts_bare or index in opened:
                     if outlet is not None and len(self._batch.generations) == 1:  # else they share the connection
                         self._batch.generations[0].write_to(outlet, texts.of)
                         outlet = None

@@ -191,7 +191,7 @@ def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
     Raises:
         ApiError: 400 with the id.
     """
-    if isinstance(ids, TokenIds) and ids.are_below(vocab_size):
+    if type(ids) is TokenIds and ids.are_below(vocab_size):
         return
     bad = next((token for token in ids if not 0 <= token < vocab_size), None)
     if bad is not None:

@@ -229,7 +229,7 @@ def _problem_of_numbers(report: State | TierState) -> str:
 def _problem_of_outputs(outputs: Outputs) -> str:
     for started in outputs.started:
         counts = (started.cached_tokens, started.miss_token, started.module_tokens, *started.tier_tokens)
-        if not all(0 <= count <= _INT32_MAX for count in counts) or not 0.0 <= started.queued_s < math.inf:
+        if min(counts) < 0 or max(counts) > _INT32_MAX or not 0.0 <= started.queued_s < math.inf:
             return f"request {started.request} starts with counts that cannot be"
         if len(started.tier_tokens) > _TIERS_MAX or len(started.miss) > _NAME_MAX:
             return f"request {started.request} found its tokens in too many tiers, or not for a long reason"

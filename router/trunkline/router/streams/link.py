@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -389,8 +390,7 @@ class ControllerLink:
                 receiver.drafts.add(drafts)
         if outputs.tokens:
             self.last_token_at = self._loop.time()
-            requests = np.frombuffer(outputs.requests, dtype="<u4").tolist()
-            tokens = np.frombuffer(outputs.tokens, dtype="<i4").tolist()
+            requests, tokens = array("I", outputs.requests), array("i", outputs.tokens)
             if outputs.samples or outputs.logprobs:
                 self._push_each(requests, tokens, outputs)
             else:  # the usual step
@@ -410,7 +410,7 @@ class ControllerLink:
             if receiver is not None:
                 receiver.receive(event)
 
-    def _push_each(self, requests: list[int], tokens: list[int], outputs: Outputs) -> None:
+    def _push_each(self, requests: Sequence[int], tokens: Sequence[int], outputs: Outputs) -> None:
         """Pass on tokens with their samples and log-probabilities."""
         samples = np.frombuffer(outputs.samples, dtype="<u2").tolist() if outputs.samples else [0] * len(tokens)
         logprobs = outputs.logprobs or {}
