@@ -197,7 +197,7 @@ class EventStream(Response):
             last_words: makes the last event of that error.
         """
         # `Response.__init__` would make the headers of each answer anew, from their texts.
-        self.status_code = 200
+        self.status_code, self.body = 200, b""
         self.raw_headers = [*_EVENT_STREAM_HEADERS, (b"content-type", self._content_type)]
         self.background = None
         self._work = work
