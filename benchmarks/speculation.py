@@ -16,7 +16,8 @@ CPU time per token, measured. With 32 rows the texts are repeated, by another te
 
 **Server.** Two servers with the demo model, with and without speculation, answer the same requests in turn, each
 with salts of their own: *copies* go on with a text that the prompt has already (temperature 0), *prose* follows
-pages of the documentation (temperature 1, with seeds). Texts are compared, too.
+pages of the documentation (temperature 1, with seeds), *code* tests and *tools* calls of tools (temperature 0:
+whatever the demo model writes there). Texts are compared, too. `--rounds` says how often.
 """
 
 from __future__ import annotations
@@ -227,6 +228,14 @@ async def answers(url: str, bodies: list[dict[str, Any]]) -> tuple[float, list[s
     return tokens / seconds, [each["choices"][0]["text"] for each in found]
 
 
+def server_texts(texts: Texts) -> dict[str, list[Int32Array]]:
+    """Return the texts behind which a server writes, by kind of request."""
+    pages = [texts.encode((ROOT / "docs" / f"{page}.md").read_text()) for page in PAGES]
+    tests = [texts.encode(path.read_text()) for path in sorted((ROOT / "tests/controller").glob("test_*.py"))]
+    calls = [prompt for prompt, _ in texts.tools(8)]
+    return {"copies": pages, "prose": pages, "code": tests, "tools": [text for text in calls if len(text) > 600]}
+
+
 def bodies_of(kind: str, texts: Items[Int32Array], batch: int, number: int, tokens: int) -> list[dict[str, Any]]:
     rng = random.Random(f"{kind} {batch} {number}")
     bodies = []
@@ -235,17 +244,18 @@ def bodies_of(kind: str, texts: Items[Int32Array], batch: int, number: int, toke
         start = rng.randrange(max(1, len(text) - 500))
         prompt = [0, *text[start : start + 500].tolist()]
         sampling: dict[str, Any] = {"temperature": 1.0, "seed": 1000 * number + index}
+        if kind != "prose":
+            sampling = {"temperature": 0}
         if kind == "copies":
-            prompt, sampling = [*prompt, *prompt[1 : 1 + COPIED]], {"temperature": 0}
+            prompt += prompt[1 : 1 + COPIED]
         salt = f"{kind} {batch} {number}"
         bodies.append({"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "cache_salt": salt, **sampling})
     return bodies
 
 
 def measure_server(arguments: argparse.Namespace, report: Report) -> None:
-    texts = Texts()
-    pages = [texts.encode((ROOT / "docs" / f"{page}.md").read_text()) for page in PAGES]
-    rounds, tokens = (3, 64) if arguments.quick else (9, 256)
+    kinds = server_texts(Texts())
+    rounds, tokens = (3, 64) if arguments.quick else (arguments.rounds, 256)
     with ExitStack() as stack:
         urls = []
         for mode in ("auto", "off"):
@@ -253,11 +263,11 @@ def measure_server(arguments: argparse.Namespace, report: Report) -> None:
                 model="", tp=1, dtype="auto", serve_args=f"--speculation {mode} --host-tier 0"
             )
             urls.append(stack.enter_context(Server(options)).url)
-        for kind in ("copies", "prose"):
+        for kind, texts in kinds.items():
             for batch in (1, 32):
                 speeds: list[list[float]] = [[], []]
                 for number in range(rounds + 1):
-                    bodies = bodies_of(kind, pages, batch, number, tokens)
+                    bodies = bodies_of(kind, texts, batch, number, tokens)
                     found = [asyncio.run(answers(url, bodies)) for url in urls]
                     if found[0][1] != found[1][1]:
                         print(f"{kind}, batch {batch}, round {number}: texts differ")
@@ -273,6 +283,7 @@ def measure_server(arguments: argparse.Namespace, report: Report) -> None:
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--texts", type=Path, help="JSON lines with prompt and answer, to be replayed")
+    parser.add_argument("--rounds", type=int, default=9, help="pairs of runs on the servers (default: 9)")
     parser.add_argument("--skip-server", action="store_true", help="only replay")
     parser.add_argument("--skip-replay", action="store_true", help="only the server")
     arguments = parser.parse_args()

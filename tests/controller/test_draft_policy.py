@@ -11,7 +11,8 @@ import pytest
 from seeds import seeds
 
 from trunkline.controller.drafts import drafter as drafter_module
-from trunkline.controller.drafts.acceptance import Acceptance, Fit, Others, Source
+from trunkline.controller.drafts import tenant_texts as tenant_module
+from trunkline.controller.drafts.acceptance import TOKEN_SLOTS, Acceptance, Fit, Others, Source
 from trunkline.controller.drafts.allowance import FIRST, MOST, SHARE, Allowance
 from trunkline.controller.drafts.drafter import Drafter
 from trunkline.controller.drafts.length import BYSTANDER, MARGIN, ROW_LEAST, WORTH_GOAL, Bubble, Lengths
@@ -298,7 +299,21 @@ def test_a_request_says_what_it_expects_or_that_it_wants_no_drafts(
     found = drafter.propose(np.array([0]), np.array([10]), 0)
     assert (found is None) == (prediction is None)
     drafter.remove(sequence)
-    assert drafter.nbytes == (0 if prediction is None else TextIndex.bytes_for(drafter_module.RECENT_TOKENS))
+    assert drafter.nbytes == (0 if prediction is None else TextIndex.bytes_for(tenant_module.FIRST_TOKENS))
+
+
+def test_short_matches_are_as_sure_as_the_tokens_around_them() -> None:
+    """Behind a 1 stands a 7 always; behind a 2 and in place of an 8 anything. Sequences that follow know it."""
+    rng, acceptance = random.Random(9), Acceptance()
+    for _ in range(60):
+        for last, token, is_right in ((1, 7, True), (2, 8, rng.random() < 0.1), (3, 9, rng.random() < 0.5)):
+            chance = 0.5 * acceptance.behind.ratio(last) * acceptance.of.ratio(token)
+            acceptance.behind.learn(last, chance, is_right=is_right)
+            acceptance.of.learn(token, chance, is_right=is_right)
+    for last, token, low, high in ((1, 7, 0.72, 1.0), (2, 8, 0.0, 0.3), (3, 9, 0.35, 0.65), (4, 5, 0.5, 0.5)):
+        assert low <= 0.5 * acceptance.behind.ratio(last) * acceptance.of.ratio(token) <= high
+    shared = acceptance.of.ratio(7 + TOKEN_SLOTS)
+    assert shared == acceptance.of.ratio(7) > 1.2 > 1.0 == acceptance.of.ratio(100)
 
 
 # Tenants, memory
@@ -316,12 +331,25 @@ def test_tenants_have_no_drafts_of_each_other() -> None:
     assert apart.drafted == 0
 
 
+def test_what_a_request_of_the_tenant_has_asked_is_drafted_to_others() -> None:
+    """Prompts, too: one session has read what another one writes."""
+    rng = random.Random(8)
+    files = [[rng.randrange(100_000) for _ in range(400)] for _ in range(4)]
+    streams = [(file, [1, 2, 3]) for file in files] + [([number], file[100:]) for number, file in enumerate(files)]
+    alone = Replay((10_000.0, 100.0, 500.0))
+    alone.run(streams, 1)
+    assert alone.accepted > 1000
+    apart = Replay((10_000.0, 100.0, 500.0))
+    apart.run(streams, 1, [b"a"] * 4 + [b"b"] * 4)
+    assert apart.drafted == 0
+
+
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter_module, "TENANTS_MAX", 3)
+    monkeypatch.setattr(tenant_module, "TENANTS_MAX", 3)
     monkeypatch.setattr(drafter_module, "INDEX_BYTES_MAX", 5 * TextIndex.bytes_for(5000))
     monkeypatch.setattr(drafter_module, "FOLLOWED_MAX", 20)
     drafter = Drafter(CONFIG, StepCosts(0.0))
-    most = 5 * TextIndex.bytes_for(5000) + 3 * TextIndex.bytes_for(drafter_module.RECENT_TOKENS)
+    most = 5 * TextIndex.bytes_for(5000) + 3 * TextIndex.bytes_for(tenant_module.FIRST_TOKENS)
     rng = random.Random(7)
     running: dict[int, Sequence] = {}
     for _ in range(800):
@@ -337,4 +365,4 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drafter.nbytes > 0
     for sequence in running.values():
         drafter.remove(sequence)
-    assert drafter.nbytes == 3 * TextIndex.bytes_for(drafter_module.RECENT_TOKENS)
+    assert drafter.nbytes == 3 * TextIndex.bytes_for(tenant_module.FIRST_TOKENS)

@@ -5,11 +5,16 @@ not. So no step is spent on finding out how often drafts are right, and a text t
 nothing.
 
     chance = of all sequences, for this source, length of match, and what other places say
+             ×  how drafts of this token, and those behind the token before it, do compared with that
              ×  how this sequence does compared with that
+
+The second line is for short matches only. There it tells the rest of a word, which is nearly sure, from what
+stands behind an opening bracket.
 """
 
 from __future__ import annotations
 
+from array import array
 from enum import IntEnum
 from typing import Final
 
@@ -26,7 +31,7 @@ class Source(IntEnum):
     CONTEXT = 2
     """The sequence's own tokens."""
     RECENT = 3
-    """Recent outputs of the same tenant."""
+    """Prompts and outputs of the tenant's earlier requests."""
     GRAMMAR = 4
     """What the grammar demands, as the tokenizer writes it: foretold by rank 0, whatever matches."""
 
@@ -64,6 +69,12 @@ FIT_KEPT: Final = 0.96
 """Part of a sequence's own count that each new token leaves: it remembers about 25 of them."""
 CHANCE_MAX: Final = 0.98
 """No draft is surer than this."""
+TOKEN_TRIALS: Final = 8.0
+"""Number of tokens as which the others count beside a token's own."""
+TOKEN_KEPT: Final = 0.99
+"""Part of a token's own count that each new trial leaves."""
+TOKEN_SLOTS: Final = 1 << 16
+"""Number of tokens that are told apart; others share their counts with one of these."""
 
 
 class Acceptance:
@@ -74,6 +85,10 @@ class Acceptance:
         self._rates = [
             [[min(rate * part, 0.95) for rate in PRIOR[source]] for part in PRIOR_PARTS] for source in Source
         ]
+        self.behind = TokenFits()
+        """By the token behind which drafts stood."""
+        self.of = TokenFits()
+        """By the token that was drafted."""
 
     def chance(self, source: Source, match: int, others: Others) -> float:
         """Return how likely the next token is right behind `match` tokens that agree, at most `MATCH_MAX`.
@@ -103,6 +118,24 @@ class Acceptance:
         rates, trials, class_ = self._rates[source][others], self._trials[source][others], _CLASS[match]
         trials[class_] = count = min(trials[class_] + 1.0, TRIALS_MAX)
         rates[class_] += (is_right - rates[class_]) / count
+
+
+class TokenFits:
+    """How often drafts have been right, by a token, compared with all others."""
+
+    def __init__(self) -> None:
+        self._right, self._expected = (array("d", bytes(8 * TOKEN_SLOTS)) for _ in range(2))
+
+    def learn(self, token: int, chance: float, *, is_right: bool) -> None:
+        """Take in whether a draft was right of which others have this chance."""
+        slot = token % TOKEN_SLOTS
+        self._right[slot] = self._right[slot] * TOKEN_KEPT + is_right
+        self._expected[slot] = self._expected[slot] * TOKEN_KEPT + chance
+
+    def ratio(self, token: int) -> float:
+        """Return the chance of a draft with this token, divided by that of others."""
+        slot = token % TOKEN_SLOTS
+        return (self._right[slot] + TOKEN_TRIALS) / (self._expected[slot] + TOKEN_TRIALS)
 
 
 class Fit:

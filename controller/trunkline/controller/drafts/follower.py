@@ -152,16 +152,16 @@ class Follower:
         """Go on behind the tokens that wait, and look for the longest match if the place is lost.
 
         Args:
-            recent: index of the tenant's recent outputs; None: there is none.
+            recent: index of the tenant's earlier texts; None: there is none.
             runs: number of lengths of `RUNS` that are looked for. All: also while a place is held that agrees with
                 few tokens. 0: nothing is looked for.
         """
         tokens, place, thorough = self._waiting, self.place, runs == len(RUNS)
         if place is not None and self._late and (thorough or self._nears_end(place, len(tokens))):
             self._index_late()
-        foreseen = 0
+        foreseen, last = 0, self._hashes.tail[-1]
         while place is not None and foreseen < len(tokens):
-            place = self._compare(place, tokens[foreseen], acceptance)
+            place = self._compare(place, last, last := tokens[foreseen], acceptance)
             foreseen += place is not None
         self._note(foreseen, len(tokens))
         self._hashes.extend(tokens)
@@ -184,6 +184,11 @@ class Follower:
             self.advance(acceptance, None, 0)
         self.place = Place(TreeText(tokens), Source.GRAMMAR, 0, MATCH_MAX)
         self._interval = 1
+
+    @property
+    def prompt(self) -> Int32Array:
+        """The tokens that the sequence had when the follower began."""
+        return self.sequence.tokens.view(0, self._to_index)
 
     @property
     def output(self) -> Int32Array:
@@ -231,9 +236,13 @@ class Follower:
                 self.context.extend(np.array(self.came[-self._late :], np.int32))
         self._late = 0
 
-    def _compare(self, place: Place, token: int, acceptance: Acceptance) -> Place | None:
+    def _compare(self, place: Place, last: int, token: int, acceptance: Acceptance) -> Place | None:
         """Return the place behind `token`, and learn whether it was the expected one; None: it was not, or the
-        text has ended."""
+        text has ended.
+
+        Args:
+            last: the token before it.
+        """
         text, source, at, match, others = place
         expected = text.token(at)
         if expected == NO_TOKEN:  # the prompt is not indexed so far
@@ -242,8 +251,13 @@ class Follower:
         fit = self.fits.get(source)
         if fit is None:
             fit = self.fits[source] = Fit()
-        fit.learn(acceptance.chance(source, match, others), is_right=is_right)
+        chance = acceptance.chance(source, match, others)
         acceptance.learn(source, match, others, is_right=is_right)
+        if match < SURE:
+            chance = min(chance * acceptance.behind.ratio(last) * acceptance.of.ratio(expected), CHANCE_MAX)
+            acceptance.behind.learn(last, chance, is_right=is_right)
+            acceptance.of.learn(expected, chance, is_right=is_right)
+        fit.learn(chance, is_right=is_right)
         if not is_right or text.token(at + 1) == NO_TOKEN:
             return None
         return Place(text, source, at + 1, min(match + 1, MATCH_MAX))
@@ -336,6 +350,7 @@ class Follower:
         tokens: list[int] = []
         chances: list[float] = []
         hashes: RunHashes | None = None
+        last = self._hashes.tail[-1]
         while place is not None and len(tokens) < count:
             if (place.match >= SURE or not thorough) and place.text.token(place.at) != NO_TOKEN:
                 rest = self._along(place, acceptance, count - len(tokens), least / likely)
@@ -343,12 +358,17 @@ class Follower:
                 chances += [likely * chance for chance in rest[1]]
                 break
             token = self._token(place.text, place.at, tokens)
+            if token == NO_TOKEN:
+                break
             chance = acceptance.chance(place.source, place.match, place.others)
+            if place.match < SURE:
+                chance *= acceptance.behind.ratio(last) * acceptance.of.ratio(token)
             likely *= min(chance * self._fit(place.source), CHANCE_MAX)
-            if token == NO_TOKEN or likely < least:
+            if likely < least:
                 break
             tokens.append(token)
             chances.append(likely)
+            last = token
             if hashes is None:
                 hashes = self._hashes.copy()
             hashes.push(token)

@@ -28,7 +28,7 @@ import numpy as np
 
 from trunkline.controller.tiers.costs import StepCosts
 
-MARGIN: Final = 1.05
+MARGIN: Final = 1.02
 """How much faster drafts must make the sequences that have some: chances are estimates."""
 BYSTANDER: Final = 1.0
 """How much more the time counts that sequences without drafts lose by those of others."""

@@ -84,14 +84,16 @@ class TextIndex:
         Args:
             capacity: number of tokens that are kept at least.
         """
-        bits = max(8, (capacity - 1).bit_length())
+        self.count = 0
+        """Number of tokens appended so far; positions count from the first of them."""
+        self._allocate(max(8, (capacity - 1).bit_length()))
+
+    def _allocate(self, bits: int) -> None:
         self._mask = (1 << bits) - 1
         self._shift = 64 - bits - 1
         self._tokens: Int32Array = np.full(1 << bits, NO_TOKEN, np.int32)
         self._tables = [np.zeros(2 << bits, np.int32) for _ in RUNS]
         self._views = [array.data for array in (self._tokens, *self._tables)]  # faster for single numbers
-        self.count = 0
-        """Number of tokens appended so far; positions count from the first of them."""
 
     @property
     def nbytes(self) -> int:
@@ -117,6 +119,30 @@ class TextIndex:
                 continue
             text = self._tokens[np.arange(start, self.count) & self._mask].astype(np.uint64)
             table[_hashes(text, run) >> np.uint64(self._shift)] = np.arange(start + run, self.count + 1)
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` tokens at least: what is there is indexed again. Positions stay."""
+        bits = max(8, (capacity - 1).bit_length())
+        if 1 << bits <= self._mask + 1:
+            return
+        count, kept = self.count, min(self.count, self._mask + 1)
+        tokens = self._tokens[np.arange(count - kept, count) & self._mask]
+        self._allocate(bits)
+        self.count = count - kept
+        self.extend(tokens)
+
+    def has_blocks(self, blocks: Int32Array, anchor: int) -> NDArray[np.bool_]:
+        """Return of which `blocks` `[m, n]` there is a copy where the longest run before their token `anchor`
+        stood last: `[m]`."""
+        run = RUNS[0]
+        hashes = _hashes(blocks[:, anchor - run : anchor].T.astype(np.uint64), run)[0]
+        places = self._tables[0][hashes >> np.uint64(self._shift)]
+        starts = places - np.int32(anchor)
+        stops = starts + blocks.shape[1]
+        found = self._tokens[(starts[:, np.newaxis] + np.arange(blocks.shape[1])) & self._mask]
+        is_there = (starts >= max(0, self.count - self._mask - 1)) & (stops <= self.count)
+        same: NDArray[np.bool_] = is_there & (found == blocks).all(axis=1)
+        return same
 
     def push(self, token: int, mixed: Sequence[int]) -> None:
         """Append one token; `mixed` are the hashes of the runs that end with it (`RunHashes.mixed`)."""
@@ -192,7 +218,7 @@ def _sum(run: Sequence[int]) -> int:
 
 
 def _hashes(text: NDArray[np.uint64], run: int) -> NDArray[np.uint64]:
-    """Return the hashes `[n - run + 1]` of all runs of a text `[n]`."""
+    """Return the hashes `[n - run + 1, …]` of all runs of texts `[n, …]`."""
     count = len(text) - run + 1
     sums = text[:count].copy()
     base = np.uint64(_BASE)

@@ -1,0 +1,118 @@
+"""What the requests of each tenant have said and were told: texts in which their later ones find drafts. Pure.
+
+    a request ends ─► its output: indexed at once
+                   └► its prompt: waits ─► what the index has not got yet, a part behind each step's result
+
+Agents read the same files in one session after the other, and what they write is often like something that they
+have read; the radix tree knows such a text only behind the very same path. So there is one `TextIndex` per salt.
+A turn's prompt repeats the turns before it: blocks of which the index has a copy are skipped. Memory is bounded:
+an index starts small and grows, and the tenant that was active least recently is forgotten first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import Final
+
+import numpy as np
+
+from trunkline.controller.drafts.text_index import NO_TOKEN, RUNS, TextIndex
+from trunkline.kvstore.chunks import Int32Array
+
+TEXT_TOKENS: Final = 1 << 18
+"""Tokens that are kept of a tenant: some dozen files of a project, in 7.3 MB."""
+FIRST_TOKENS: Final = 1 << 13
+"""Tokens for which a tenant's index has room in the beginning."""
+TENANTS_MAX: Final = 32
+"""Largest number of tenants of which texts are kept."""
+TENANT_BYTES_MAX: Final = 64 << 20
+"""Memory of the indexes of all tenants together."""
+WAITING_MAX: Final = 1 << 18
+"""Tokens of prompts that may wait to be indexed, of all tenants together; the oldest are given up."""
+BLOCK: Final = 64
+"""Tokens that are skipped together if the index has them."""
+
+_ANCHORS: Final = (64, 48, 32, 16)
+"""Places in a block, each behind a run by which a copy is looked for: that run may stand elsewhere, too."""
+
+
+class TenantTexts:
+    """Indexes of what tenants' requests have said and were told, by salt."""
+
+    def __init__(self) -> None:
+        self._indexes: OrderedDict[bytes, TextIndex] = OrderedDict()
+        """By salt; the tenant that was active least recently comes first."""
+        self._waiting: deque[tuple[bytes, Int32Array]] = deque()
+        """Prompts that are not indexed, or their ends, with their salts, in order of arrival."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of all indexes."""
+        return sum(index.nbytes for index in self._indexes.values())
+
+    @property
+    def waits(self) -> bool:
+        """Whether prompts wait to be indexed."""
+        return bool(self._waiting)
+
+    def get(self, salt: bytes) -> TextIndex | None:
+        """Return the index of a tenant; None: nothing is known of it."""
+        return self._indexes.get(salt)
+
+    def add(self, salt: bytes, prompt: Int32Array, output: Int32Array) -> None:
+        """Take in a request that has ended. Its prompt is indexed by `index_some`.
+
+        Args:
+            prompt: `[n]`; not kept, but copied.
+        """
+        if len(output):
+            self._extend(salt, output)
+        if len(prompt) >= BLOCK:
+            self._waiting.append((salt, prompt[-TEXT_TOKENS:].copy()))
+        while sum(len(each) for _, each in self._waiting) > WAITING_MAX:
+            self._waiting.popleft()
+
+    def index_some(self, most: int) -> int:
+        """Index what is new in up to `most` tokens of the prompts that wait; return how many were looked at."""
+        looked = 0
+        while self._waiting and looked < most:
+            salt, tokens = self._waiting.popleft()
+            part, rest = np.split(tokens, [most - looked])
+            if len(rest):
+                self._waiting.appendleft((salt, rest))
+            looked += len(part)
+            index = self._indexes.get(salt)
+            for piece in [part] if index is None else pieces_unknown(index, part):
+                self._extend(salt, piece)
+        return looked
+
+    def _extend(self, salt: bytes, text: Int32Array) -> None:
+        index = self._indexes.get(salt)
+        if index is None:
+            index = self._indexes[salt] = TextIndex(FIRST_TOKENS)
+        self._indexes.move_to_end(salt)
+        index.grow(min(index.count + len(text) + 1, TEXT_TOKENS))
+        index.extend(np.append(text, np.int32(NO_TOKEN)))
+        while len(self._indexes) > TENANTS_MAX or (self.nbytes > TENANT_BYTES_MAX and len(self._indexes) > 1):
+            self._indexes.popitem(last=False)
+
+
+def pieces_unknown(index: TextIndex, tokens: Int32Array) -> list[Int32Array]:
+    """Return the parts of a text `[n]` of which an index has no copy.
+
+    Blocks of `BLOCK` tokens are known or not as a whole; a part begins with the last tokens of the block before
+    it, so that runs over its beginning are found, too. A last block that is not whole counts as unknown.
+    """
+    count = len(tokens) // BLOCK
+    blocks = tokens[: count * BLOCK].reshape(count, BLOCK)
+    known = np.zeros(count + 2, np.bool_)
+    for anchor in _ANCHORS:
+        known[1:-1] |= index.has_blocks(blocks, anchor)
+    known[0] = True
+    known[-1] = count * BLOCK == len(tokens)
+    changes = np.flatnonzero(np.diff(known, append=True))  # where unknown blocks begin, and behind their ends
+    starts, stops = changes[::2] * BLOCK, changes[1::2] * BLOCK
+    return [
+        tokens[max(0, start - RUNS[0]) : stop if stop <= count * BLOCK else None]
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+    ]
