@@ -53,6 +53,7 @@ def test_lines_are_objects_that_say_whose_they_are(log_format: str, capsys: Capt
     del here["time"]
     own = {"role": "worker", "group": 1, "rank": 0}
     assert here == own | {"level": "info", "event": "here", "request_id": "r1", "request": 2}
+    assert list(here)[-2:] == ["request", "request_id"], "what the line itself says comes first"
     assert elsewhere.items() >= (own | {"level": "warning", "event": "elsewhere"}).items(), "in any thread"
     assert "request_id" not in elsewhere
     assert "ZeroDivisionError" in failed["exception"]

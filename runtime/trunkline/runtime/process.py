@@ -91,7 +91,8 @@ def configure_logging(
 
     def of_process(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         # Not as context variables: those are known in the main thread only.
-        return {"time": None, "level": None, "event": None, **own, **context(), **event}
+        said = {"time": None, "level": None, "event": None, **own, **event}
+        return said | {name: value for name, value in context().items() if name not in said}
 
     structlog.configure(
         processors=[
