@@ -28,6 +28,7 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+import torch
 import zmq
 from engine_loop import Done
 from report import Report, argument_parser
@@ -150,6 +151,9 @@ class Cluster(TieredLoop):
         clock.begin("begin", cold=True)
         self.runner.launch(self._orders.decode(payload))
         encoded = self._encoder.encode(self.runner.launched.take())
+        clock.begin("rest")
+        assert self.runner.copier is not None
+        self.runner.copier.settle()
         clock.begin("")
         return encoded
 
@@ -217,6 +221,7 @@ def main() -> None:
     arguments = parser.parse_args()
     model = str(small_model()) if arguments.model == "small" else arguments.model
     if arguments.functions or arguments.child:
+        torch.inference_mode().__enter__()  # as a worker's thread
         rounds = Rounds(arguments, model)
         for _ in sys.stdin if arguments.child else ():
             print(json.dumps(rounds.measured()), flush=True)

@@ -246,6 +246,27 @@ def test_a_small_late_save_is_told_of_the_steps_end_only(
     traveller.check_end(expected)
 
 
+def test_a_small_late_save_begins_when_its_step_has_been_answered(
+    travel: Travel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread would take the processor from the step for whose token a client waits."""
+    traveller = travel()
+    runner, saves, submitted = traveller.runner, traveller.copier.saves, []
+    launch, before = runner.launch, saves.submitted
+
+    def watched(plan: StepPlan) -> None:
+        launch(plan)
+        submitted.append(saves.submitted)
+
+    monkeypatch.setattr(runner, "launch", watched)
+    traveller.prefill(late_saves=moves((3, 7, 1)))
+    assert submitted == [before]
+    assert saves.submitted == before + 1
+    runner.launch(StepPlan(2, 1, late_saves=moves((4, 8, 1))))
+    assert submitted == [before, before + 1]
+    assert traveller.copier.ticket(8).save == before + 2  # whoever asks for the slot waits for it
+
+
 # --- failures
 
 
@@ -400,6 +421,7 @@ def check_random_plans(seed: int, layerwise: bool, steps: int) -> None:
                     kernels.scatter_blocks(pool, np.array(written, dtype=np.int32), layers, content)
                 gate.stored(layer)
             copier.finish(gate)
+            copier.settle()
         for lane in (copier.saves, copier.loads):
             lane.wait_for(lane.submitted)
         for slot, (generation, content) in model.slots.items():

@@ -339,12 +339,14 @@ class Runner:
             The result on rank 0, None on the others.
 
         Raises:
-            PlanError: A gap in the steps, another epoch, or a plan that does not fit the state. The rank's
-                state is then undefined: it must stop.
-            CopyError: Blocks could not be copied. The rank must stop, too.
+            PlanError: A gap in the steps, another epoch, or a plan that does not fit the state.
+            CopyError: Blocks could not be copied. After both the state is undefined: the rank must stop.
         """
         self.launch(plan)
-        return [self.launched.take() for _ in range(self.launched.count)][-1]
+        result = [self.launched.take() for _ in range(self.launched.count)][-1]
+        if self.copier is not None:
+            self.copier.settle()
+        return result
 
     @in_inference_mode
     def launch(self, plan: StepPlan) -> None:
@@ -441,10 +443,8 @@ class Runner:
         Returns:
             What the computation waits for; None without a host pool.
         """
-        gate = None
-        if self.copier is not None:
-            gate = self.copier.begin(plan)
-        elif plan.saves or plan.loads or plan.late_saves:
+        gate = self.copier.begin(plan) if self.copier is not None else None
+        if self.copier is None and (plan.saves or plan.loads or plan.late_saves):
             raise PlanError("blocks are to be saved or loaded, but this rank has no host pool")
         if plan.thinned:
             thin_blocks(self.pool, unpack_int32(plan.thinned))

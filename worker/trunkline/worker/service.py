@@ -296,6 +296,9 @@ def _loop(
         if isinstance(message, StepPlan):
             began = time.monotonic()
             runner.launch(message)
+            runner.launched.report_ended(link.report)
+            if runner.copier is not None:
+                runner.copier.settle()
             ahead.note(message)
             if traces.is_on:
                 traces.step(message, began, time.monotonic())

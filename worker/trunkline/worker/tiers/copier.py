@@ -3,7 +3,7 @@
       main thread    plan ─► begin ─► [ fence ] ─► computation: layer 0, layer 1, …  ─► finish
                        │                              ▲             │
       loads thread     └─► load   layer 0, layer 1, … ┘             │
-      saves thread     └─► save, late save   layer 0, layer 1, …  ◄─┘
+      saves thread     └─► save, late save   layer 0, layer 1, …  ◄─┘ ─► settle: small late saves
 
 The copies of one direction are carried out in the order of the plans. Between the directions, and between copies
 and computation, the order is that of the plans wherever two touch the same slot, and wherever the plan's fences
@@ -91,6 +91,9 @@ class Copier:
         self._touched = _Touched(host.capacity_slots, blocks)
         self._trace: LayerTrace | None = None
         self._reported = (0, 0)
+        self._small: tuple[StepGate, Int32Array, bytes] | None = None
+        """Late saves of the last plan that are given to the saves' thread when its step has been answered
+        (`settle`), with their names."""
         self.saves = CopyLane("saves", host, make_kernels(), make_stream(device), options, self._fail)
         self.loads = CopyLane("loads", host, make_kernels(), make_stream(device), options, self._fail)
 
@@ -104,6 +107,7 @@ class Copier:
             CopyError: copies have failed.
         """
         self._computed.check()
+        self.settle()
         _check_names(plan)
         layers = self.host.layers
         gate = StepGate(plan.step, layers, self.loads.gate, self._computed)
@@ -120,10 +124,12 @@ class Copier:
             self._load(plan.step, unpack_int32(plan.loads, columns=3), mark, fence, parts)
         if plan.late_saves:
             late = unpack_int32(plan.late_saves, columns=3)
-            gate.has_late_saves, gate.tells_layers = True, self.saves.follows_layers(len(late))
-            gate.record_layer = lambda: mark_of(self._device)
             names = plan.save_names[len(plan.saves) // _SAVE_BYTES * NAME_BYTES :]
-            self._save(LATE_SAVE, gate, late, mark, names)
+            if self.saves.follows_layers(len(late)):
+                gate.tells_layers, gate.record_layer = True, lambda: mark_of(self._device)
+                self._save(LATE_SAVE, gate, late, mark, names)
+            else:
+                self._small = gate, late, names
         if fence:
             gate.waited_ns += self.saves.wait_for(fence)
         last = self.loads.last_until(plan.load_fence)
@@ -147,8 +153,20 @@ class Copier:
     def finish(self, gate: StepGate) -> None:
         """Note that the step has been computed: its fences are done for all later plans."""
         gate.finish()
-        if gate.has_late_saves and not self._options.saves_beside:
+        if not self._options.saves_beside:
+            self.settle()
             gate.waited_ns += self.saves.wait_for(self.saves.submitted)
+
+    def settle(self) -> None:
+        """Begin the small late saves of the last plan, whose step must have been computed. A client waits for the
+        step's token, and for nothing of this; the next plan, or a question about a slot, does it in any case.
+
+        Raises:
+            PlanError: As `begin`.
+        """
+        if self._small is not None:
+            (gate, late, names), self._small = self._small, None
+            self._save(LATE_SAVE, gate, late, mark_of(self._device), names)
 
     def take_moved(self) -> tuple[int, int]:
         """Microseconds that copying took since the last call, and blocks copied since then."""
@@ -168,7 +186,7 @@ class Copier:
         blocks, slots = self.host.begin_saves(moves)
         behind = max(int(touched.slot_loads[slots].max()), int(touched.block_loads[blocks].max()))
         waits = ((self.loads.gate, behind * self.host.layers),)
-        computed = (self._computed, gate.behind) if kind == LATE_SAVE else None
+        computed = (self._computed, gate.behind) if gate.tells_layers and kind == LATE_SAVE else None
         number = self.saves.submit(CopyJob(kind, gate.step, blocks, slots, waits, mark, computed, gate.marks))
         touched.slot_saves[slots] = number
         touched.block_saves[blocks] = number
@@ -206,6 +224,7 @@ class Copier:
         """
         if not 0 <= slot < self.host.capacity_slots:
             raise PlanError(f"a move of host slot {slot}; there are {self.host.capacity_slots}")
+        self.settle()
         return Ticket(int(self._touched.slot_saves[slot]), int(self._touched.slot_loads[slot]))
 
     def is_saved(self, slot: int) -> bool:

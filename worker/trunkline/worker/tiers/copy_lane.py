@@ -37,8 +37,8 @@ _QUANTUM_BYTES: Final = 256 << 10
 _CUDA_QUANTUM_BYTES: Final = 4 << 20
 """Bytes copied on a GPU before waiting threads are told: each such piece costs a round trip."""
 _WHOLE_BYTES: Final = 1 << 20
-"""A late save of up to so many bytes is copied as a whole when its step is computed. To tell a thread of each
-layer takes longer than the copy, and takes the step's time, for which a client waits."""
+"""A late save of up to so many bytes begins when its step has been answered. To tell a thread of each layer takes
+longer than the copy, and takes the step's time, for which a client waits."""
 
 log = structlog.get_logger()
 
@@ -70,7 +70,7 @@ class CopyJob(NamedTuple):
     mark: object = None
     """Mark in the computation's stream (`mark_of`) when the job was submitted."""
     computed: tuple[LayerGate, int] | None = None
-    """For a late save: the count of computed layers, and its value before the step's first layer."""
+    """For a late save that follows layers: the count of computed layers, and its value before the step's first."""
     layer_marks: list[object] = []  # noqa: RUF012
     """For a late save: a mark behind each computed layer, in order."""
     parts: UInt8Array | None = None
@@ -151,7 +151,8 @@ class CopyLane:
         self._thread.join()
 
     def follows_layers(self, blocks: int) -> bool:
-        """Return whether a late save of so many blocks should be told of each layer; else of the last one only."""
+        """Return whether a late save of so many blocks should be told of each layer; else it begins when all are
+        computed."""
         is_large = blocks * self._host.slot_bytes > _WHOLE_BYTES or self._options.link_bytes_per_s > 0
         return self._options.is_layerwise and is_large
 
@@ -310,10 +311,8 @@ class StepGate:
         self._computed = computed
         self.loads_from: int | None = None
         """Value of `loads` before layer 0 of the last load that the step needs; None: the step needs no load."""
-        self.has_late_saves = False
-        """Whether blocks are saved that this step computes."""
         self.tells_layers = False
-        """Whether late saves wait for single layers of this step; else for its end."""
+        """Whether late saves wait for single layers of this step."""
         self.record_layer: Callable[[], object] = lambda: None
         self.marks: list[object] = []
         """For each layer, the mark that `record_layer` gave when the layer was stored."""
@@ -351,7 +350,7 @@ class StepGate:
             self._note(-1)
         if self.loads_from is not None:
             self.waited_ns += self._loads.wait(self.loads_from + self._layers)
-        if self.has_late_saves:
+        if self.tells_layers:
             while len(self.marks) < self._layers:
                 self.marks.append(self.record_layer())
             self._computed.advance(self.behind + self._layers)
