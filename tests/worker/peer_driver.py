@@ -89,6 +89,7 @@ class PeerRank:
         rows = pack_int32([0, slot, 1])
         plan = StepPlan(self.step, 1, late_saves=rows, save_names=name_of(chunk))
         self.copier.finish(self.copier.begin(plan))
+        self.copier.settle()
 
     def load(self, slot: int) -> None:
         """Order a load that nothing waits for."""

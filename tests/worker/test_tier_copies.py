@@ -251,20 +251,23 @@ def test_a_small_late_save_begins_when_its_step_has_been_answered(
 ) -> None:
     """Its thread would take the processor from the step for whose token a client waits."""
     traveller = travel()
-    runner, saves, submitted = traveller.runner, traveller.copier.saves, []
-    launch, before = runner.launch, saves.submitted
+    runner, saves, held = traveller.runner, traveller.copier.saves, list[bool]()
+    launch = runner.launch
 
     def watched(plan: StepPlan) -> None:
         launch(plan)
-        submitted.append(saves.submitted)
+        held.append(saves.held is not None)
 
     monkeypatch.setattr(runner, "launch", watched)
     traveller.prefill(late_saves=moves((3, 7, 1)))
-    assert submitted == [before]
-    assert saves.submitted == before + 1
+    assert held == [True]
+    assert saves.held is None
+    saves.wait_for(saves.submitted)
     runner.launch(StepPlan(2, 1, late_saves=moves((4, 8, 1))))
-    assert submitted == [before, before + 1]
-    assert traveller.copier.ticket(8).save == before + 2  # whoever asks for the slot waits for it
+    assert not traveller.copier.is_saved(8), "who asks for the slot waits, although its thread does not know yet"
+    runner.launch(StepPlan(3, 1, leaves=pack_int32([1])))
+    saves.wait_for(saves.submitted)
+    assert traveller.copier.is_saved(8)
 
 
 # --- failures

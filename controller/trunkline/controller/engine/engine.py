@@ -322,7 +322,7 @@ class Engine:
         self.scheduler.queue.add(group)
         self.scheduler.encoding.jobs.encode_missing_texts(group, self._step + 1, now)  # from the next plan on
         if self.config.prefix_cache and self.config.host_slots:
-            known = self.prefetcher.arrived(group, self._step + 1, now)
+            known = self.prefetcher.came(group, self._step + 1, now)
             self.scheduler.queue.found(group, known)
         elif self.config.prefix_cache:  # without a tier below the device, nothing is fetched
             self.scheduler.queue.found(group, self.prefetcher.known_tokens(group, self._step + 1))
@@ -433,6 +433,7 @@ class Engine:
         """Return the orders to the workers' tiers, which follow the plans made so far."""
         tree = self.scheduler.kv.tree
         self.scheduler.fetching.settle()
+        self.prefetcher.settle(self._step + 1, now)
         tree.expire(now)
         self.prefetcher.forget_old(now)
         self.traffic.forget(self.scheduler.encoding.calls.take_forgotten())

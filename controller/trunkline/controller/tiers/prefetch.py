@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 from trunkline.controller.allocation.prefix_match import expected_chunks
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import Node
+from trunkline.controller.cache.reader_cache import ReaderCache
 from trunkline.controller.messages import Holder, Probed
 from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
 from trunkline.controller.tiers.costs import StepCosts
@@ -283,6 +284,8 @@ class Prefetcher:
         self._probes: dict[int, _Probing] = {}
         self._announced: dict[int, float] = {}
         """Time at which each announcement is forgotten, by job."""
+        self._near: list[SequenceGroup] = []
+        """Requests that came since the last plan, and that lack nothing."""
         self._next_job = -1
         self._silent_until = 0.0
 
@@ -290,6 +293,35 @@ class Prefetcher:
         """Return how many of a group's own tokens are cached in some tier."""
         path = expected_chunks(self._tree, group.members[0], step).path
         return _tokens(path[_entries(group) :])
+
+    def came(self, group: SequenceGroup, step: int, now: float) -> int:
+        """Return a request's `known_tokens`, and fetch what it will use; or see whether that is wanted at all when
+        the next plan is made (`settle`), if it is on the device."""
+        known = self._near_tokens(group, step)
+        if not known:
+            return self.arrived(group, step, now)
+        self._near.append(group)
+        return known
+
+    def settle(self, step: int, now: float) -> None:
+        """Want what requests will use that came since the last plan, and wait although all of it is near."""
+        for group in self._near:
+            if group.queued:
+                self.arrived(group, step, now)
+        self._near.clear()
+
+    def _near_tokens(self, group: SequenceGroup, step: int) -> int:
+        """Return how many tokens of a request's prompt are on the device, if the prompt is a plain one and these
+        are all but the last, so that nothing can be fetched for it; else 0."""
+        sequence, tree = group.members[0], self._tree
+        root = tree.find_root(sequence.salt)
+        if root is None or group.cut is not None or group.modules is not None or isinstance(tree, ReaderCache):
+            return 0
+        match = tree.match(root, sequence.tokens.to_bytes(), step)
+        path = match.path if match.partial is None else [*match.path, match.partial]
+        known = len(match.path) * tree.chunk_size + match.partial_tokens
+        is_near = match.pending is None and all(node.on_device for node in path)
+        return known if is_near and known >= sequence.tokens.count - 1 else 0
 
     def arrived(self, group: SequenceGroup, step: int, now: float) -> int:
         """Fetch what a request that has arrived will use; return its `known_tokens`."""

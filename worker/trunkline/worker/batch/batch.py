@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -365,15 +366,16 @@ class _Prefill:
 
     def plan(self, chunk_size: int, window: int) -> PrefillPlan:
         stops = np.array(self._stops, dtype=np.int32)
-        starts = stops - np.array([len(ids) for ids in self.ids], dtype=np.int32)
-        behind = entries_behind(self.sequences, starts, window, chunk_size)
+        query_indptr = np.array([0, *accumulate(map(len, self.ids))], dtype=np.int32)
+        behind = None
+        if window:
+            behind = entries_behind(self.sequences, stops - np.diff(query_indptr), window, chunk_size)
         segments = segments_of(self.sequences, stops, chunk_size, behind)
-        items = np.bincount(segments.row, minlength=len(self.sequences))
         return PrefillPlan(
             chunk_size=chunk_size,
-            query_indptr=np.cumsum([0, *map(len, self.ids)], dtype=np.int32),
+            query_indptr=query_indptr,
             query_position=np.concatenate(self.positions),
-            item_indptr=np.cumsum([0, *items], dtype=np.int32),
+            item_indptr=segments.row.searchsorted(np.arange(len(self.sequences) + 1)).astype(np.int32),
             block=segments.block,
             first=segments.first,
             count=segments.count,

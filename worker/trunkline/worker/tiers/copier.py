@@ -91,9 +91,6 @@ class Copier:
         self._touched = _Touched(host.capacity_slots, blocks)
         self._trace: LayerTrace | None = None
         self._reported = (0, 0)
-        self._small: tuple[StepGate, Int32Array, bytes] | None = None
-        """Late saves of the last plan that are given to the saves' thread when its step has been answered
-        (`settle`), with their names."""
         self.saves = CopyLane("saves", host, make_kernels(), make_stream(device), options, self._fail)
         self.loads = CopyLane("loads", host, make_kernels(), make_stream(device), options, self._fail)
 
@@ -124,12 +121,10 @@ class Copier:
             self._load(plan.step, unpack_int32(plan.loads, columns=3), mark, fence, parts)
         if plan.late_saves:
             late = unpack_int32(plan.late_saves, columns=3)
+            gate.tells_layers = self.saves.follows_layers(len(late))
+            gate.record_layer = lambda: mark_of(self._device)
             names = plan.save_names[len(plan.saves) // _SAVE_BYTES * NAME_BYTES :]
-            if self.saves.follows_layers(len(late)):
-                gate.tells_layers, gate.record_layer = True, lambda: mark_of(self._device)
-                self._save(LATE_SAVE, gate, late, mark, names)
-            else:
-                self._small = gate, late, names
+            self._save(LATE_SAVE, gate, late, mark, names)
         if fence:
             gate.waited_ns += self.saves.wait_for(fence)
         last = self.loads.last_until(plan.load_fence)
@@ -159,14 +154,9 @@ class Copier:
 
     def settle(self) -> None:
         """Begin the small late saves of the last plan, whose step must have been computed. A client waits for the
-        step's token, and for nothing of this; the next plan, or a question about a slot, does it in any case.
-
-        Raises:
-            PlanError: As `begin`.
-        """
-        if self._small is not None:
-            (gate, late, names), self._small = self._small, None
-            self._save(LATE_SAVE, gate, late, mark_of(self._device), names)
+        step's token, and for nothing of this; the next plan does it in any case."""
+        if self.saves.held is not None:
+            self.saves.release(mark_of(self._device))
 
     def take_moved(self) -> tuple[int, int]:
         """Microseconds that copying took since the last call, and blocks copied since then."""
@@ -186,8 +176,10 @@ class Copier:
         blocks, slots = self.host.begin_saves(moves)
         behind = max(int(touched.slot_loads[slots].max()), int(touched.block_loads[blocks].max()))
         waits = ((self.loads.gate, behind * self.host.layers),)
-        computed = (self._computed, gate.behind) if gate.tells_layers and kind == LATE_SAVE else None
-        number = self.saves.submit(CopyJob(kind, gate.step, blocks, slots, waits, mark, computed, gate.marks))
+        is_late = kind == LATE_SAVE
+        computed = (self._computed, gate.behind) if is_late and gate.tells_layers else None
+        job = CopyJob(kind, gate.step, blocks, slots, waits, mark, computed, gate.marks)
+        number = self.saves.submit(job, is_held=is_late and computed is None)
         touched.slot_saves[slots] = number
         touched.block_saves[blocks] = number
         if names:  # not before: who finds a name must see what its content waits for
@@ -224,7 +216,6 @@ class Copier:
         """
         if not 0 <= slot < self.host.capacity_slots:
             raise PlanError(f"a move of host slot {slot}; there are {self.host.capacity_slots}")
-        self.settle()
         return Ticket(int(self._touched.slot_saves[slot]), int(self._touched.slot_loads[slot]))
 
     def is_saved(self, slot: int) -> bool:

@@ -131,7 +131,8 @@ class HostPool:
             # Not by `np.unique`, whose first call imports much of NumPy: a rank checks moves before it is ready.
             if column == distinct and len(set(values.tolist())) < len(values):
                 raise PlanError(f"a {what} is written twice by moves of one plan")
-        moves = moves[np.argsort(moves[:, 1], kind="stable")]
+        if len(moves) > 1:
+            moves = moves[np.argsort(moves[:, 1], kind="stable")]
         return moves[:, 0], moves[:, 1], moves[:, 2]
 
     # --- the copies
