@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trunkline.controller.engine.engine import Engine
-from trunkline.controller.engine.events import Ready
+from trunkline.controller.engine.events import AbortRequest, Ready
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import StepResult, Submit
@@ -19,8 +19,9 @@ PROMPT = [7] * 40
 class Halves:
     """An engine whose steps are taken by halves."""
 
-    def __init__(self) -> None:
-        self.engine = Engine(EngineConfig(num_blocks=40, chunk_size=16, max_context=160, host_slots=8))
+    def __init__(self, max_rows: int = 8) -> None:
+        limits = EngineConfig(num_blocks=40, chunk_size=16, max_context=160, host_slots=8, max_rows=max_rows)
+        self.engine = Engine(limits)
         self.step = 0
 
     def send(self, request: int, max_tokens: int) -> tuple[Ready, Ready]:
@@ -98,3 +99,21 @@ def test_both_ways_to_step_end_alike(by_halves: bool) -> None:
     assert ready.outputs is not None
     assert len(ready.outputs.finished) == len(ready.ended) == 1
     assert halves.engine.is_idle
+
+
+@pytest.mark.parametrize("must_wait", [False, True])
+def test_the_tiers_hear_of_a_prompt_on_the_device_only_if_its_request_must_wait(must_wait: bool) -> None:
+    halves = Halves(max_rows=1)
+    halves.send(1, 50)
+    nodes = list(halves.engine.scheduler.kv.tree.nodes())
+    if not must_wait:
+        halves.engine.step([AbortRequest(1)], 0.0)
+    halves.send(2, 5)
+    assert [bool(node.wants) for node in nodes] == [must_wait] * len(nodes)
+    assert halves.engine.scheduler.waiting_count == must_wait
+    if must_wait:  # and what they have heard ends with the wait
+        halves.engine.step([AbortRequest(1)], 0.0)
+        for _ in range(2):  # those in flight
+            halves.engine.finish(halves.begin([5]), 0.0)
+        assert halves.engine.scheduler.waiting_count == 0
+        assert not any(node.wants for node in nodes)
