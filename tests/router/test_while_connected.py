@@ -146,3 +146,30 @@ def test_work_is_cancelled_with_its_caller() -> None:
 
     asyncio.run(run())
     assert ended == ["work"]
+
+
+def test_a_client_that_leaves_as_the_work_ends_cancels_nothing_behind_it() -> None:
+    """The watcher has seen it, but not said so yet."""
+
+    async def run() -> None:
+        client, made, done = _Client(), _Work(), asyncio.get_running_loop().create_future()
+
+        async def work() -> _Work:
+            await done
+            return made
+
+        async def answer() -> _Work:
+            result = await while_connected(client.request(), work())
+            await asyncio.sleep(0)  # as an answer that is sent, and counted
+            await asyncio.sleep(0)
+            return result
+
+        outer = asyncio.ensure_future(answer())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        client.has_left.set()
+        done.set_result(None)
+        assert await outer is made
+        assert not made.is_closed
+
+    asyncio.run(run())

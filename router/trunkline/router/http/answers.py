@@ -126,18 +126,21 @@ class _Watch:
 
     def __init__(self, task: asyncio.Task[Any], receive: Receive) -> None:
         self.has_left = False
+        self._is_over = False
         self._task = task
         self._watcher = asyncio.ensure_future(_disconnected(receive))
         self._watcher.add_done_callback(self._leave)
 
     def end(self) -> None:
         """Watch no longer. Once this was called, nothing is cancelled any more."""
-        self._watcher.remove_done_callback(self._leave)
+        self._is_over = True
         self._watcher.cancel()
 
     def _leave(self, watcher: asyncio.Future[None]) -> None:
-        if not watcher.cancelled():
-            watcher.exception()  # asyncio would log one at which nobody has looked
+        if watcher.cancelled():
+            return
+        watcher.exception()  # asyncio would log one at which nobody has looked
+        if not self._is_over:  # a call that asyncio has begun to make can be taken back by this alone
             self.has_left = True
             self._task.cancel()
 
