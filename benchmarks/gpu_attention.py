@@ -151,7 +151,7 @@ def cut_into(pieces: int, tokens_min: int) -> Iterator[None]:
     """Kernels made inside cut their work so."""
     with (
         patch.object(cuda_decode, "PIECES_PER_WORKER", pieces),
-        patch.object(cuda_decode, "PIECE_TOKENS_MIN", tokens_min),
+        patch.object(cuda_decode, "PIECE_TOKENS_MIN", dict.fromkeys(cuda_decode.UNIT_NS, tokens_min)),
     ):
         yield
 
@@ -163,7 +163,7 @@ def measure_units(gpu: Gpu, out: Output, cell: Cell) -> None:
     for parts in PARTS if sets else ():
         # Where units and merging cost nothing, the finest cut is the best one.
         with (
-            patch.object(cuda_decode, "PIECE_TOKENS_MIN", cell.n_s // parts),
+            patch.object(cuda_decode, "PIECE_TOKENS_MIN", dict.fromkeys(cuda_decode.UNIT_NS, cell.n_s // parts)),
             patch.object(cuda_decode, "UNIT_NS", free),
             patch.object(cuda_decode, "PARTIAL_BYTES_PER_NS", 1 << 30),
         ):

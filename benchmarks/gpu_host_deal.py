@@ -16,7 +16,7 @@ from statistics import mean
 import numpy as np
 from report import Report
 
-from trunkline.kernels.cuda_decode import PIECE_TOKENS_MIN, PIECES_PER_WORKER, unit_times
+from trunkline.kernels.cuda_decode import PIECES_PER_WORKER, unit_times
 from trunkline.kernels.plan import Segments, WorkOptions, build_decode_plan, plan_decode_work
 from trunkline.kvstore.chunks import Int32Array
 
@@ -28,7 +28,6 @@ GPU = WorkOptions(
     tile_rows=64,
     workers=264,
     pieces_per_worker=PIECES_PER_WORKER,
-    piece_tokens_min=PIECE_TOKENS_MIN,
     dealt=True,
     narrow_vectors=16,
     **unit_times(64, 128),

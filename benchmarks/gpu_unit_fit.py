@@ -8,12 +8,14 @@
 and what the thread blocks had that could be the last to end. `fit` takes these lines. Its model of a call, in µs:
 
     launch + largest over thread blocks of (narrow_unit * narrow units + wide_unit * wide units
-                                            + (narrow_tile + from_memory * fresh) * narrow tiles
+                                            + (narrow_tile + from_memory * fresh + two_blocks * together)
+                                            * narrow tiles
                                             + wide_tile * wide tiles)
-           + merge * MB of partial results
+           + merge * MB of partial results + merge_next * partial results of a row
 
-`fresh` is the share of what is read that no earlier read brought to the L2 cache. Constants are those with the
-least sum of squared errors over times, of 16-bit KV. `left out`: each cell is predicted by a fit to all others.
+`fresh` is the share of what is read that no earlier read brought to the L2 cache, `together` the share of
+processors on which two thread blocks have units. Constants are those with the least sum of squared errors over
+times, of 16-bit KV. `left out`: each cell is predicted by a fit to all others.
 `gpu_decode_h200.jsonl` has the records of an H200 at `2e311c2f`.
 """
 
@@ -41,9 +43,13 @@ from trunkline.kvstore.chunks import Int32Array
 Floats = NDArray[np.float64]
 
 RECORDS: Final = Path(__file__).parent / "gpu_decode_h200.jsonl"
-NAMES: Final = ("launch", "narrow_unit", "narrow_tile", "from_memory", "wide_unit", "wide_tile", "merge")
-START: Final = (8.0, 3.5, 2.0, 0.2, 6.0, 2.0, 0.2)
+NAMES: Final = (
+    *("launch", "narrow_unit", "narrow_tile", "from_memory", "two_blocks"),
+    *("wide_unit", "wide_tile", "merge", "merge_next"),
+)
+START: Final = (2.5, 3.5, 1.4, 0.25, 0.45, 12.0, 1.75, 0.3, 0.4)
 HEADER: Final = {"pieces": 2, "rows": 5, "partials": 6, "piece_items": 9, "piece_entries": 10, "item_block": 11}
+HEADS: Final = 32
 ITEM_COUNT, WORKERS, UNIT_BOUNDS, UNITS = 13, 25, 26, 27
 """Words of the header (csrc/common/work_plan.h, WorkHeader)."""
 
@@ -65,10 +71,17 @@ class Record:
     partial_mb: float
     """Of partial results that are merged."""
     fresh: float
+    together: float
+    """The share of processors on which two thread blocks have units."""
 
     @property
     def cell(self) -> tuple[str, int, int, int]:
         return self.heads, self.batch, self.n_p, self.n_s
+
+    @property
+    def row_partials(self) -> float:
+        """Partial results of a row; rows of a cell are all alike."""
+        return self.partial_mb * 1e6 / (self.batch * HEADS * GPU.partial_bytes)
 
     @property
     def in_bytes(self) -> bool:
@@ -83,17 +96,18 @@ class Model:
         most = max(len(record.loads) for record in records)
         self._loads = np.array([(record.loads * most)[:most] for record in records], dtype=np.float64)
         self._fresh = np.array([record.fresh for record in records])
-        self._partial_mb = np.array([record.partial_mb for record in records])
+        self._together = np.array([record.together for record in records])
+        self._merged = np.array([(record.partial_mb, record.row_partials) for record in records])
 
     def slopes(self, constants: Floats) -> Floats:
         """What each constant counts, `[records, constants]`: of the thread block that ends last."""
-        _, narrow_unit, narrow_tile, from_memory, wide_unit, wide_tile, _ = constants
-        tile = narrow_tile + from_memory * self._fresh
+        _, narrow_unit, narrow_tile, from_memory, two_blocks, wide_unit, wide_tile, *_ = constants
+        tile = narrow_tile + from_memory * self._fresh + two_blocks * self._together
         each = np.stack(np.broadcast_arrays(narrow_unit, tile, wide_unit, wide_tile), axis=-1)
         last = np.einsum("rwk,rk->rw", self._loads, each).argmax(axis=1)
         units = self._loads[np.arange(len(last)), last]
-        fresh_tiles = units[:, 1] * self._fresh
-        columns = (*units[:, :2].T, fresh_tiles, *units[:, 2:].T, self._partial_mb)
+        tiles = units[:, 1]
+        columns = (*units[:, :2].T, tiles * self._fresh, tiles * self._together, *units[:, 2:].T, *self._merged.T)
         return np.stack([np.ones(len(last)), *columns], axis=1)
 
     def times(self, constants: Floats) -> Floats:
@@ -195,7 +209,7 @@ def options_of(cell: Cell, way: str) -> tuple[WorkOptions, bool]:
     if cut := re.match(r"shared tokens in (\d+) pieces", way):  # as `gpu_attention.measure_units` has them cut
         options = replace(options, narrow_unit_ns=1, wide_unit_ns=1, partial_bytes_per_ns=1 << 30)
         options = replace(options, piece_tokens_min=cell.n_s // int(cut[1]))
-    return options, way == "pieces in turns"
+    return options, way.endswith("in turns")
 
 
 def record_of(cell: Cell, way: str, us: float) -> Record:
@@ -207,13 +221,16 @@ def record_of(cell: Cell, way: str, us: float) -> Record:
     items = int(words[words[HEADER["piece_items"]] :][: 2 * int(words[HEADER["pieces"]])].max(initial=0))
     counts, blocks = words[words[ITEM_COUNT] :][:items], words[words[HEADER["item_block"]] :][:items]
     first = np.unique(blocks, return_index=True)[1]
+    loads = loads_of(words, options, in_turns=in_turns)
+    at_work = int((loads.sum(axis=1) > 0).sum())
     return Record(
         *(cell.name, cell.batch, cell.n_p, cell.n_s),
         ways=(way,),
         us=us,
-        loads=largest(loads_of(words, options, in_turns=in_turns)),
+        loads=largest(loads),
         partial_mb=partials * cell.heads * options.partial_bytes / 1e6 if partials > rows else 0.0,
         fresh=round(float(counts[first].sum() / counts.sum()), 4),
+        together=round(max(0.0, 2 * at_work / options.workers - 1), 4),
     )
 
 
@@ -229,7 +246,7 @@ def records_of(lines: Iterable[str]) -> list[Record]:
         if way in ("attention alone", "merge alone", "other kernels"):
             continue
         record = record_of(cell_of(case), way, each["value"])
-        layout = way if "layout" in way or "turns" in way or way == "2 stages for narrow pieces" else ""
+        layout = way if "layout" in way or way == "2 stages for narrow pieces" else "turns" * ("turns" in way)
         found.setdefault((record.cell, record.loads, record.partial_mb, layout), []).append(record)
     return [
         replace(

@@ -18,18 +18,20 @@ from trunkline.kernels.live_plan import AnyDecodePlan, LiveDecodePlan
 from trunkline.kernels.ops import AttentionSpec, KernelCounters
 from trunkline.kernels.plan import DecodePlan, WorkOptions, plan_decode_work
 
-PIECE_TOKENS_MIN: Final = 128
-"""Fewest tokens of a piece that a cut makes: two tiles, which take about as long as the fixed part of a unit."""
+PIECE_TOKENS_MIN: Final = {16: 256, 8: 128}
+"""Fewest tokens of a piece that a cut makes, by the bits of KV's numbers. Each further partial result of a row
+takes 0.4 µs, which the planner does not count. With 16 bits an H200 did dealt plans of 256 within 1 % of those of
+128, or faster; in 8 bits, where tiles take longer, those of 128 were faster."""
 PIECES_PER_WORKER: Final = 8
 """The finest cuts that are tried, in units for each thread block."""
-UNIT_NS: Final = {16: (3500, 12000), 8: (4300, 16200)}
+UNIT_NS: Final = {16: (3700, 12000), 8: (4300, 16200)}
 """The fixed part of a narrow unit (up to 16 query vectors) and of a wide one (up to 64), besides its tiles, by the
 bits of KV's numbers: barriers, and reads of the plan and of queries that wait for each other, four times as many
 for 64 vectors as for 16. Fitted, as `TILE_NS`, to what an H200 took (`benchmarks/gpu_unit_fit.py`)."""
 TIMED_TILE: Final = 64 * 128
 """Tokens times head size of the tiles that `TILE_NS` is about. Tiles of another size are taken to need as long for
 each element."""
-TILE_NS: Final = {16: (2000, 1500), 8: (2600, 4700)}
+TILE_NS: Final = {16: (2100, 1700), 8: (2600, 4700)}
 """What a tile takes in a narrow unit and in a wide one, by the bits of KV's numbers."""
 PARTIAL_BYTES_PER_NS: Final = 4000
 """How many bytes of partial results, written and read, make merging a ns longer: an H200 merged 17 partial results
@@ -52,8 +54,14 @@ class UnitTimes(TypedDict, total=False):
     partial_bytes_per_ns: int
 
 
-def unit_times(tile_tokens: int, head_dim: int, *, in_bytes: bool = False) -> UnitTimes:
-    """Return what units of work take on a GPU.
+class Units(UnitTimes):
+    """And how short they may be."""
+
+    piece_tokens_min: int
+
+
+def unit_times(tile_tokens: int, head_dim: int, *, in_bytes: bool = False) -> Units:
+    """Return what units of work take on a GPU, and how short they may be.
 
     Args:
         tile_tokens: Tokens of a tile, at most those of a block.
@@ -64,6 +72,7 @@ def unit_times(tile_tokens: int, head_dim: int, *, in_bytes: bool = False) -> Un
     narrow, wide = TILE_NS[bits]
     narrow_unit, wide_unit = UNIT_NS[bits]
     return {
+        "piece_tokens_min": PIECE_TOKENS_MIN[bits],
         "narrow_unit_ns": narrow_unit,
         "wide_unit_ns": wide_unit,
         "tile_tokens": tile_tokens,
@@ -116,7 +125,6 @@ class DecodePlans:
                 tile_rows=max(key.tile_rows, spec.group),
                 workers=key.grid,
                 pieces_per_worker=PIECES_PER_WORKER,
-                piece_tokens_min=PIECE_TOKENS_MIN,
                 invariant_tokens=key.invariant_tokens,
                 share=key.share,
                 dealt=DEALT,
