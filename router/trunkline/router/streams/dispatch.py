@@ -240,16 +240,15 @@ class Dispatcher:
         """Note that the controller has admitted an attempt, so that its prompt is computed or about to be. Calling
         it again changes nothing, nor does it once the attempt is over."""
         routed = attempt.routed
-        if routed.attempts.get(attempt.ticket) is not attempt:
+        if attempt.is_noted or routed.attempts.get(attempt.ticket) is not attempt:
             return
+        attempt.is_noted = True
         self.core.started(attempt.ticket, self.now())
-        left, attempt.left = attempt.left, None
-        if left is not None:
-            self._links.conversation_left(left)
+        if attempt.left is not None:
+            self._links.conversation_left(attempt.left)
         if not routed.waiting:
             self._stop_timer(routed)
-        names, attempt.names = attempt.names, []
-        self.core.index.on_device(attempt.link.index, names)
+        self.core.index.on_device(attempt.link.index, attempt.names)
 
     def finished(self, attempt: Attempt, end: End) -> None:
         """Decide what follows the end of an attempt."""
@@ -464,7 +463,7 @@ class Dispatcher:
 
     def _let_go(self, attempt: Attempt, *, failed: bool = False, abort: bool = False) -> None:
         """Forget an attempt. Called exactly once for each: until then it is in its request's `attempts`."""
-        if attempt.has_started:
+        if attempt.has_started and not failed:  # else the chunks that it began with are forgotten already
             self.started(attempt)
         attempt.over("released")
         del attempt.routed.attempts[attempt.ticket]

@@ -362,7 +362,7 @@ class Attempt:
 
     __slots__ = (
         *("_dispatcher", "_stream", "_trace"),
-        *("drafts", "has_started", "left", "link", "names", "request", "routed", "sample", "ticket"),
+        *("drafts", "has_started", "is_noted", "left", "link", "names", "request", "routed", "sample", "ticket"),
     )
 
     def __init__(
@@ -376,7 +376,7 @@ class Attempt:
         self.link = link
         self.ticket = ticket
         self.sample = sample
-        self.has_started = False
+        self.has_started = self.is_noted = False
         self.request = 0
         """Number of the request on the link."""
         self.names: list[bytes] = []

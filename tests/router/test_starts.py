@@ -1,0 +1,67 @@
+"""That a controller has begun a request is noted once, and before its end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import zmq
+from router.test_cores import job
+
+from trunkline.router.membership.member import Member
+from trunkline.router.messages import FinishReason, Started
+from trunkline.router.routing.core import RoutingCore
+from trunkline.router.routing.request import RouteRequest
+from trunkline.router.streams.dispatch import Dispatcher
+from trunkline.router.streams.link import ControllerLink
+from trunkline.router.streams.links import Links
+from trunkline.router.streams.streams import Attempt, End, RoutedRequest, Stream
+
+
+class Desk:
+    """A dispatcher, and a request of two samples that go on alone, each at a controller that is not connected."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.core = RoutingCore()
+        self.dispatcher = Dispatcher(Links(), self.core, resume_seconds=600.0, max_context=lambda model: 2048)
+        self.link = ControllerLink(self.core.add("a"), Member("a", "tcp://a:1"), context, 10.0)
+        self.routed = RoutedRequest(1, job(), RouteRequest(b""), Stream(1, lambda *_: None, samples=2))
+
+    def attempt(self, sample: int) -> Attempt:
+        made = Attempt(self.dispatcher, self.routed, self.link, sample + 1, sample)
+        self.routed.attempts[sample + 1] = made
+        return made
+
+
+def test_the_end_of_one_sample_leaves_the_wait_of_another() -> None:
+    async def run() -> None:
+        desk = Desk(context)
+        first, _ = desk.attempt(0), desk.attempt(1)
+        first.receive(Started(1, 0, [0]))
+        await asyncio.sleep(0)
+        timer = desk.routed.timer = asyncio.get_running_loop().call_later(600.0, print)  # of the other sample
+        desk.dispatcher.finished(first, End(FinishReason.STOP))
+        assert desk.routed.timer is timer
+        assert not timer.cancelled()
+
+    with zmq.Context() as context:
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.ENGINE_FAILED])
+def test_what_a_lost_controller_began_is_not_noted_behind_its_loss(reason: FinishReason) -> None:
+    """Its chunks have been forgotten by then. Of an answer that comes along with its start, the start counts."""
+
+    async def run() -> None:
+        desk = Desk(context)
+        attempt, noted = desk.attempt(0), list[bytes]()
+        desk.core.index.on_device = lambda controller, names: noted.extend(names)  # type: ignore[method-assign]
+        attempt.names = [bytes(16)]
+        attempt.receive(Started(1, 0, [0]))
+        desk.routed.waiting.add(1)
+        desk.dispatcher.finished(attempt, End(reason))
+        await asyncio.sleep(0)
+        assert noted == ([bytes(16)] if reason == FinishReason.STOP else [])
+
+    with zmq.Context() as context:
+        asyncio.run(run())
