@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 import zmq
-from router.test_cores import job
 
+from trunkline.router.jobs.job import Job
 from trunkline.router.membership.member import Member
 from trunkline.router.messages import FinishReason, Started
 from trunkline.router.routing.core import RoutingCore
@@ -16,6 +16,7 @@ from trunkline.router.streams.dispatch import Dispatcher
 from trunkline.router.streams.link import ControllerLink
 from trunkline.router.streams.links import Links
 from trunkline.router.streams.streams import Attempt, End, RoutedRequest, Stream
+from trunkline.worker.messages import Sampling
 
 
 class Desk:
@@ -25,7 +26,8 @@ class Desk:
         self.core = RoutingCore()
         self.dispatcher = Dispatcher(Links(), self.core, resume_seconds=600.0, max_context=lambda model: 2048)
         self.link = ControllerLink(self.core.add("a"), Member("a", "tcp://a:1"), context, 10.0)
-        self.routed = RoutedRequest(1, job(), RouteRequest(b""), Stream(1, lambda *_: None, samples=2))
+        job = Job(prompt=[7], max_tokens=100, sampling=Sampling(), eos_ids=frozenset({1}))
+        self.routed = RoutedRequest(1, job, RouteRequest(b""), Stream(1, lambda *_: None, samples=2))
 
     def attempt(self, sample: int) -> Attempt:
         made = Attempt(self.dispatcher, self.routed, self.link, sample + 1, sample)
