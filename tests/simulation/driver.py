@@ -7,7 +7,7 @@ twice, out of order, or after an end. `simulation.streams.verify` compares a str
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypedDict, Unpack
 
@@ -100,6 +100,9 @@ class Simulation:
 
     make_drafts: Callable[[Simulation], DraftSource] | None = None
     """Makes the source of drafts of a new scheduler (`simulation.drafts.draft_from`); None: there is none."""
+
+    plans_with_answers = False
+    """Whether steps are planned with the result before them in one call, as a service does."""
 
     def __init__(self, config: EngineConfig, *, check: bool = True, seed: int = 0) -> None:
         self.engine = Engine(config)
@@ -252,10 +255,10 @@ class Simulation:
             self._verify()
         return busy
 
-    def plan(self) -> bool:
+    def plan(self, events: Iterable[Event] = ()) -> bool:
         planned = False
         while True:
-            ready = self.engine.begin((), self.now)
+            ready, events = self.engine.begin(events, self.now), ()
             self._act(ready)
             planned |= ready.plan is not None
             if ready.has_rest:
@@ -299,8 +302,11 @@ class Simulation:
     def answer(self) -> bool:
         if not self.results:
             return False
-        self.receive(self.results.popleft())
-        self._verify()
+        if self.plans_with_answers:
+            self.plan([self.results.popleft()])
+        else:
+            self.receive(self.results.popleft())
+            self._verify()
         return True
 
     def lose_workers(self) -> None:
