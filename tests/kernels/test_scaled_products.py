@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu_errors import LIMITS, relative_error
-from gpu_layers import check_float8
+from gpu_layers import check_float8, check_float8_rounding
 from kernels.cuda_emulated import CXX
 from kernels.emulated_gpu import EmulatedGpu
 from kernels.emulated_graphs import EmulatedGraphs
@@ -267,8 +267,10 @@ def test_inputs_are_floats_only_with_floats() -> None:
 @needs_emulation
 def test_the_kit_s_check_takes_part() -> None:
     for dtype in HALF:
-        rounded, product = check_float8(EmulatedGpu(), 1, dtype)
-        assert rounded == ("round_float8_by_row", 0.0)
-        assert product[0] == "float8_by_row"
-        assert product[1] <= LIMITS[dtype]
-    assert list(check_float8(EmulatedGpu(), 1, torch.float32)) == []
+        rounded = dict(check_float8_rounding(EmulatedGpu(), 1, dtype))
+        assert rounded == {"round_float8_by_row": 0.0, "round_float8_by_group": 0.0}
+        ((name, error),) = check_float8(EmulatedGpu(), 1, dtype)
+        assert name == "float8_by_row"
+        assert error <= LIMITS[dtype]
+    for check in (check_float8, check_float8_rounding):
+        assert list(check(EmulatedGpu(), 1, torch.float32)) == []
