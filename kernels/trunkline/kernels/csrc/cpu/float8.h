@@ -71,7 +71,7 @@ template <class T, int MR, int NV>
     for (int v = 0; v < NV; ++v) {
       const uint8_t* from = codes + v * kLanes * 4;
       four[v] = load_words(from);
-      if (kLanes == 16 || v % 2 == 0) prefetch(from + kAheadBytes);
+      if (kLanes == 16 || v % 2 == 0) prefetch_once(from + kAheadBytes);
     }
     for (int step = 0; step < Steps::kCount; ++step) {
       typename Factors<T>::Lanes lanes[NV];

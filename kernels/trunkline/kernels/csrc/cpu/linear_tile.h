@@ -59,8 +59,8 @@ struct Factors<BFloat16> {
 };
 
 // MR rows times NV vectors, C in rows of a panel's width. Each step asks for `kLines` lines of memory at `ahead`,
-// which moves on by as much as the panel does, for the cache of level `kCache`.
-template <class T, int MR, int NV, int kLines, int kCache>
+// which moves on by as much as the panel does: lines that are read in one pass, or in several.
+template <class T, int MR, int NV, int kLines, int kPasses>
 [[gnu::noinline]] void linear_tile(const typename T::A* a, long lda, const typename T::B* b, long ldb, int steps,
                                    float* c, bool accumulate, const char* ahead) {
   const typename T::A* rows[MR];
@@ -70,7 +70,13 @@ template <class T, int MR, int NV, int kLines, int kCache>
     for (int v = 0; v < NV; ++v) acc[m][v] = accumulate ? load(c + m * kPanelWidth + v * kLanes) : zero();
   }
   for (int k = 0; k < steps; ++k) {
-    for (int line = 0; line < kLines; ++line) __builtin_prefetch(ahead + line * 64, 0, 4 - kCache);
+    for (int line = 0; line < kLines; ++line) {
+      if constexpr (kPasses == 1) {
+        prefetch_once(ahead + line * 64);
+      } else {
+        prefetch_second(ahead + line * 64);
+      }
+    }
     for (int part = 0; part < T::kWords; ++part) {
       typename Factors<T>::Lanes lanes[NV];
       for (int v = 0; v < NV; ++v) lanes[v] = Factors<T>::lanes(b + v * kLanes, ldb, part);
@@ -88,13 +94,13 @@ template <class T, int MR, int NV, int kLines, int kCache>
 }
 
 // One tile of rows over all lanes of a panel.
-template <class T, int MR, int kLines, int kCache>
+template <class T, int MR, int kLines, int kPasses>
 TRUNKLINE_INLINE void linear_rows(const typename T::A* a, long lda, const typename T::B* b, int width, int steps,
                                   float* c, bool accumulate, const char* ahead) {
   constexpr int kVectors = tile_vectors(MR);
   int left = width / kLanes;
   for (; left >= kVectors; left -= kVectors, b += kVectors * kLanes, c += kVectors * kLanes) {
-    linear_tile<T, MR, kVectors, kLines, kCache>(a, lda, b, width, steps, c, accumulate, ahead);
+    linear_tile<T, MR, kVectors, kLines, kPasses>(a, lda, b, width, steps, c, accumulate, ahead);
   }
   if constexpr (kVectors >= 8) {
     if (left >= 4) {
@@ -111,16 +117,16 @@ TRUNKLINE_INLINE void linear_rows(const typename T::A* a, long lda, const typena
   if (left == 1) linear_tile<T, MR, 1, 0, 1>(a, lda, b, width, steps, c, accumulate, ahead);
 }
 
-template <class T, int kLines, int kCache = 1>
+template <class T, int kLines, int kPasses = 1>
 void linear_rows(int rows, const typename T::A* a, long lda, const typename T::B* b, int width, int steps,
                  float* c, bool accumulate, const char* ahead) {
   switch (rows) {
-    case 1: return linear_rows<T, 1, kLines, kCache>(a, lda, b, width, steps, c, accumulate, ahead);
-    case 2: return linear_rows<T, 2, kLines, kCache>(a, lda, b, width, steps, c, accumulate, ahead);
-    case 3: return linear_rows<T, 3, kLines, kCache>(a, lda, b, width, steps, c, accumulate, ahead);
-    case 4: return linear_rows<T, 4, kLines, kCache>(a, lda, b, width, steps, c, accumulate, ahead);
-    case 5: return linear_rows<T, 5, kLines, kCache>(a, lda, b, width, steps, c, accumulate, ahead);
-    default: return linear_rows<T, 6, kLines, kCache>(a, lda, b, width, steps, c, accumulate, ahead);
+    case 1: return linear_rows<T, 1, kLines, kPasses>(a, lda, b, width, steps, c, accumulate, ahead);
+    case 2: return linear_rows<T, 2, kLines, kPasses>(a, lda, b, width, steps, c, accumulate, ahead);
+    case 3: return linear_rows<T, 3, kLines, kPasses>(a, lda, b, width, steps, c, accumulate, ahead);
+    case 4: return linear_rows<T, 4, kLines, kPasses>(a, lda, b, width, steps, c, accumulate, ahead);
+    case 5: return linear_rows<T, 5, kLines, kPasses>(a, lda, b, width, steps, c, accumulate, ahead);
+    default: return linear_rows<T, 6, kLines, kPasses>(a, lda, b, width, steps, c, accumulate, ahead);
   }
 }
 

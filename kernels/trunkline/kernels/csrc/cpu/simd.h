@@ -442,6 +442,9 @@ TRUNKLINE_INLINE void transpose_words(const uint32_t* from, long from_stride, ui
 #endif
 
 TRUNKLINE_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+// What is read once, soon: it passes by the caches behind the first, so that a step's weights leave there what other
+// programs need next, as the router that sends the step's tokens.
+TRUNKLINE_INLINE void prefetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
 // To the second-level cache.
 TRUNKLINE_INLINE void prefetch_second(const void* p) { __builtin_prefetch(p, 0, 2); }
 
