@@ -13,6 +13,7 @@ from trunkline.router.jobs.job import Job
 from trunkline.router.messages import FinishReason, Started
 from trunkline.router.streams.generation import Choices, Delta, Generation
 from trunkline.router.streams.streams import Stream
+from trunkline.router.streams.takers import Taker
 from trunkline.router.telemetry.metrics import Metrics
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.worker.messages import Sampling
@@ -35,6 +36,24 @@ class Outlet:
     def write(self, part: bytes) -> None:
         self.parts.append(part)
         self.direct += 1
+
+
+def push(stream: Stream, token: int, rng: random.Random) -> None:
+    """Push a token as a link does: the stream offers it at once, or with what comes until the loop's next turn."""
+
+    def offer(offering: Stream) -> None:
+        taken: list[Taker] = []
+        offering.offer(taken)
+        for taker in taken:
+            taker.write()
+            taker.count(0.0)
+
+    if (offering := stream.push(token)) is None:
+        return
+    if rng.random() < 0.5:
+        offer(offering)
+    else:
+        asyncio.get_running_loop().call_soon(offer, offering)
 
 
 def encode(delta: Delta) -> bytes:
@@ -64,7 +83,7 @@ async def one_stream(tokenizer: Tokenizer, rng: random.Random) -> int:
     stream.receive(Started(1, 0))
     expected = b""
     for token in whole:
-        stream.push(token)
+        push(stream, token, rng)
         while rng.random() < 0.6:
             await asyncio.sleep(0)
     stream.finish(FinishReason.STOP if ends else FinishReason.LENGTH)
@@ -94,7 +113,8 @@ def test_what_is_written_beside_the_reader_is_in_its_place(tokenizer: Tokenizer,
 
 def test_what_encoding_raises_reaches_the_reader(tokenizer: Tokenizer) -> None:
     async def scene() -> None:
-        stream, outlet = Stream(1, lambda request, abort: None), Outlet(random.Random(0))
+        rng = random.Random(0)
+        stream, outlet = Stream(1, lambda request, abort: None), Outlet(rng)
         job = Job([7], 100, Sampling(), frozenset({EOS}))
         choices = Choices(job, tokenizer.vocabulary)
         generation = Generation(job, stream, choices, Metrics(list), 0.0, lambda generation: None)
@@ -109,7 +129,7 @@ def test_what_encoding_raises_reaches_the_reader(tokenizer: Tokenizer) -> None:
         reader = asyncio.create_task(read())
         for _ in range(20):  # the outlet is closed now and then
             await asyncio.sleep(0)
-            stream.push(9)
+            push(stream, 9, rng)
         with pytest.raises(ValueError, match="no such text"):
             await asyncio.wait_for(reader, 10)
         assert stream.ended

@@ -61,7 +61,8 @@ from trunkline.router.jobs.parameters import Count, Stops
 from trunkline.router.jobs.request_models import ChatRequest, Message
 from trunkline.router.request_context import current, draw_hex
 from trunkline.router.service import RouterService
-from trunkline.router.streams.generation import Generation, Outlet
+from trunkline.router.streams.generation import Generation
+from trunkline.router.streams.takers import Outlet
 from trunkline.router.tenancy.auth import cache_salt
 from trunkline.router.text.document_marks import DocumentMarks
 from trunkline.router.text.edits import AppliedEdit, Edit

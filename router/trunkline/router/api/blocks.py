@@ -19,7 +19,8 @@ from trunkline.router.http.body import SESSION_HEADER, session_header, validate
 from trunkline.router.jobs.generation_parameters import DialogParameters, SharedParameters
 from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.stores.session_store import is_stored
-from trunkline.router.streams.generation import Delta, FinishName, Generation, Outlet, TokenLogprob
+from trunkline.router.streams.generation import Delta, FinishName, Generation, TokenLogprob
+from trunkline.router.streams.takers import Outlet
 from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, TextPiece, ThoughtPiece
 from trunkline.router.tools.plan import ToolPlan
 

@@ -65,7 +65,8 @@ from trunkline.router.http.answers import (
 from trunkline.router.jobs.request_models import CHAT, ChatRequest
 from trunkline.router.service import RouterService
 from trunkline.router.stores.session_store import is_stored
-from trunkline.router.streams.generation import Delta, FinishName, Generation, Outlet
+from trunkline.router.streams.generation import Delta, FinishName, Generation
+from trunkline.router.streams.takers import Outlet
 from trunkline.router.tools.pieces import AnswerParser, CallArguments, CallStart, Piece, TextPiece, ThoughtPiece
 from trunkline.router.tools.plan import ToolPlan, prepare_tools
 

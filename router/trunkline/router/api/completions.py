@@ -62,7 +62,8 @@ from trunkline.router.jobs.request_models import COMPLETIONS, CompletionRequest
 from trunkline.router.request_context import draw_seed
 from trunkline.router.service import RouterService
 from trunkline.router.stores.session_store import is_stored
-from trunkline.router.streams.generation import Delta, FinishName, Generation, Outlet
+from trunkline.router.streams.generation import Delta, FinishName, Generation
+from trunkline.router.streams.takers import Outlet
 from trunkline.router.text.detokenizer import make_detokenizer
 
 routes = APIRouter()

@@ -49,7 +49,8 @@ from trunkline.router.jobs.pooling_models import EmbeddingRequest
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest
 from trunkline.router.request_context import created_at
 from trunkline.router.service import RouterService
-from trunkline.router.streams.generation import Generation, Outlet
+from trunkline.router.streams.generation import Generation
+from trunkline.router.streams.takers import Outlet
 from trunkline.router.text.tool_styles import ToolStyle
 from trunkline.router.tools.plan import ToolPlan, prepare_tools
 

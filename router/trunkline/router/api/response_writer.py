@@ -30,7 +30,8 @@ from trunkline.router.errors import ApiError
 from trunkline.router.request_context import created_at, draw_hex
 from trunkline.router.service import RouterService
 from trunkline.router.stores.seals import Seal
-from trunkline.router.streams.generation import Outlet, TokenLogprob
+from trunkline.router.streams.generation import TokenLogprob
+from trunkline.router.streams.takers import Outlet
 from trunkline.router.tools.plan import ToolPlan
 from trunkline.router.tools.response_tools import ResponseTools, custom_input
 

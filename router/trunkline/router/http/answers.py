@@ -279,10 +279,14 @@ class TextEvents:
     """Encodes events that differ only in their text, as nearly all events of a stream do: all else is encoded
     once."""
 
+    __slots__ = ("_around", "_encode", "_head", "_index", "_tail")
+
     def __init__(self, encode: Callable[[int, str], bytes]) -> None:
         """`encode`: returns the whole event of a choice, given by its index, with a text."""
         self._encode = encode
         self._around: dict[int, tuple[bytes, bytes]] = {}
+        self._index, self._head, self._tail = -1, b"", b""
+        """The choice of the last event, and what stands around its text: a stream mostly has one choice."""
 
     def of(self, delta: Delta) -> bytes:
         """Return the event of a piece of a choice; b"": the piece has no text."""
@@ -290,11 +294,16 @@ class TextEvents:
 
     def event(self, index: int, text: str) -> bytes:
         """Return the event of a choice with a text."""
+        if index != self._index:
+            self._go_to(index)
+        return self._head + _encode(text) + self._tail
+
+    def _go_to(self, index: int) -> None:
         around = self._around.get(index)
         if around is None:
             head, _, tail = self._encode(index, _MARK).rpartition(_MARK_JSON)
             around = self._around[index] = head, tail
-        return around[0] + _encode(text) + around[1]
+        self._index, (self._head, self._tail) = index, around
 
 
 def schema_of(path: str) -> str:

@@ -117,16 +117,18 @@ class ControllerSocket:
         self.send(Ping(0 if self._expected is None else self._expected - 1))
 
     def _on_readable(self, messages_max: int = 1) -> None:
-        for _ in range(messages_max):
-            if self._closed:
-                return
+        left = messages_max
+        while left and not self._closed:
             try:
                 frame = self._socket.recv(NOBLOCK)
             except zmq.Again:
-                return
+                break
             self._receive(frame)
-        # Streams that wait for the first message get it before the next look, which mostly finds nothing.
-        self._loop.call_soon(self._on_readable, _MESSAGES_PER_TURN)
+            left -= 1
+        self._link.offer()
+        if not left:
+            # Streams that wait for the first message get it before the next look, which mostly finds nothing.
+            self._loop.call_soon(self._on_readable, _MESSAGES_PER_TURN)
 
     def _receive(self, frame: bytes) -> None:
         self.heard_at = self._loop.time()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ from trunkline.router.jobs.job import Job
 from trunkline.router.messages import FinishReason, Hypothesis, Started
 from trunkline.router.streams.draft_counts import DraftCounts
 from trunkline.router.streams.streams import TIMED_OUT, Batch, End, Stream
+from trunkline.router.streams.takers import Outlet, PlainWriter
 from trunkline.router.telemetry.metrics import Metrics
 from trunkline.router.text.detokenizer import StopMatcher, TokenVocabulary, make_detokenizer
 from trunkline.router.tools.pieces import CallStart, Piece
@@ -67,24 +68,19 @@ class Delta(msgspec.Struct):
     """The sum of the log-probabilities of a beam search result's tokens; None for other choices."""
 
 
-class Outlet(Protocol):
-    """Where the parts of an answer's body go without a coroutine."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether parts can be written now; not while the client reads too slowly, and once it has left."""
-
-    def write(self, part: bytes) -> None:
-        """Write a part, if the outlet is open."""
-
-
 class TextAssembler:
     """Turns the tokens of one sample into its text."""
+
+    __slots__ = (
+        *("_characters", "_detokenizer", "_eos_ids", "_is_plain", "_job", "_matcher", "_min_tokens"),
+        *("index", "output_tokens"),
+    )
 
     def __init__(self, job: Job, vocabulary: TokenVocabulary, index: int = 0) -> None:
         """`index`: index of the choice, for its deltas."""
         self.index = index
         self._job = job
+        self._eos_ids = job.eos_ids
         self._detokenizer = make_detokenizer(
             vocabulary, skip_special_tokens=job.skip_special_tokens, at_start=job.at_start
         )
@@ -99,7 +95,7 @@ class TextAssembler:
     def plain(self, tokens: Sequence[int]) -> Delta | None:
         """Return the text of tokens that end nothing and need no further look, as nearly all; None: `feed` has to
         have them."""
-        if not self._is_plain or not self._job.eos_ids.isdisjoint(tokens):
+        if not self._is_plain or not self._eos_ids.isdisjoint(tokens):
             return None
         text = self._detokenizer.feed(tokens[0]) if tokens else ""
         for token in tokens[1:]:
@@ -132,7 +128,7 @@ class TextAssembler:
                 delta.logprobs.append(
                     TokenLogprob(token, self._characters, logprobs[index] if index < len(logprobs) else None)
                 )
-            ends = token in self._job.eos_ids
+            ends = token in self._eos_ids
             if ends and not self._job.include_stop:
                 # The engine has ended the sample with this token, whose characters are no part of the text.
                 delta.text += self._finish_text()
@@ -171,6 +167,8 @@ class TextAssembler:
 class Choices:
     """The texts of all samples of a request, or of all results of its beam search."""
 
+    __slots__ = ("_only", "_open", "_searches", "_texts", "all_over", "output_tokens")
+
     def __init__(self, job: Job, vocabulary: TokenVocabulary) -> None:
         self.output_tokens = 0
         """Output tokens so far, over all samples."""
@@ -201,12 +199,10 @@ class Choices:
         self.all_over = not self._open
         return deltas
 
-    def plain(self, tokens: list[int]) -> Delta | None:
-        """Return what tokens add to the only choice, as `TextAssembler.plain`; None: `feed` has to have them."""
-        delta = None if self._only is None else self._only.plain(tokens)
-        if delta is not None:
-            self.output_tokens += len(tokens)
-        return delta
+    @property
+    def only(self) -> TextAssembler | None:
+        """The only text; None: there are several, or results of a search."""
+        return self._only
 
     def _samples(self, batch: Batch, reason: str | None) -> list[Delta]:
         tokens: dict[int, list[int]] = {}
@@ -264,6 +260,7 @@ class Generation:
         self._timer: asyncio.TimerHandle | None = None
         self._called: set[str] = set()
         """Names of the tools that its answers call, as far as they were read."""
+        self._is_remembered = job.remembered is not None
         self._written: dict[int, list[int]] = {}
         """Tokens of the answers so far, of a prompt that is remembered."""
 
@@ -370,19 +367,17 @@ class Generation:
             encode: returns the bytes for a delta; b"": there is nothing to write.
         """
 
-        def take(tokens: list[int]) -> bool:
-            delta = self._choices.plain(tokens) if outlet.is_open else None
-            if delta is None:
-                return False
-            self._note(len(tokens))
-            self._metrics.per_token.tokens += len(tokens)
-            if self.job.remembered is not None:
-                self._remember([delta])
-            if part := encode(delta):
-                outlet.write(part)
-            return True
+        if (text := self._choices.only) is not None:
+            self._stream.take_with(PlainWriter(self, text, outlet, encode))
 
-        self._stream.take_with(take)
+    def taken(self, delta: Delta, now: float) -> None:
+        """Count plain tokens that were written beside the reader. `now`: loop time in seconds."""
+        count = len(delta.tokens)
+        self._note(count, now)
+        self._choices.output_tokens += count
+        self._metrics.per_token.tokens += count
+        if self._is_remembered:
+            self._remember([delta])
 
     def _remember(self, deltas: Sequence[Delta]) -> None:
         """Keep the tokens of answers, and remember each that is complete as the model wrote it."""
@@ -429,11 +424,10 @@ class Generation:
         # The samples of a request run side by side; the longest one tells how many steps they took.
         count = max(Counter(batch.samples).values()) if batch.samples else len(batch.tokens)
         if count or batch.hypotheses is not None:
-            self._note(count)
+            self._note(count, self._loop.time())
 
-    def _note(self, count: int) -> None:
+    def _note(self, count: int, now: float) -> None:
         """Note the arrival of tokens, or of the results of a search. `count`: their steps, if known."""
-        now = self._loop.time()
         self.steps += count or 1
         if self._last_token_at is None:
             self.first_token_at = now

@@ -60,6 +60,7 @@ from trunkline.router.messages import (
 )
 from trunkline.router.streams.controller_socket import ControllerSocket
 from trunkline.router.streams.streams import Attempt, Event, Stream
+from trunkline.router.streams.takers import Taker
 from trunkline.runtime.process import RareLog
 from trunkline.runtime.wire_keys import WireKeysError
 from trunkline.runtime.wire_sockets import WirePeer
@@ -131,6 +132,8 @@ class ControllerLink:
         self._socket: ControllerSocket | None = None
         self._receivers: dict[int, Attempt | Stream] = {}
         self._calls: dict[int, asyncio.Future[Answer]] = {}
+        self._offering: list[Stream] = []
+        """Streams with tokens for their takers."""
         self._ids = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
 
@@ -372,7 +375,8 @@ class ControllerLink:
     # -- messages
 
     def receive(self, message: RouterMessage) -> None:
-        """Act on a message from the socket, which has checked it and its sequence number."""
+        """Act on a message from the socket, which has checked it and its sequence number. Tokens for takers wait
+        for `offer`."""
         if isinstance(message, Outputs):
             self._pass_on(message)
         elif isinstance(message, State):
@@ -381,6 +385,18 @@ class ControllerLink:
             future = self._calls.get(message.ticket)
             if future is not None and not future.done():
                 future.set_result(message)
+
+    def offer(self) -> None:
+        """Let the tokens leave that takers take of those that messages have brought since the last call."""
+        taken: list[Taker] = []
+        for stream in self._offering:
+            stream.offer(taken)
+        self._offering.clear()
+        for taker in taken:
+            taker.write()
+        now = self._loop.time()
+        for taker in taken:
+            taker.count(now)
 
     def _pass_on(self, outputs: Outputs) -> None:
         self._tell_each(outputs.started)
@@ -394,11 +410,13 @@ class ControllerLink:
             if outputs.samples or outputs.logprobs:
                 self._push_each(requests, tokens, outputs)
             else:  # the usual step
-                receivers = self._receivers
+                receivers, offering = self._receivers, self._offering
                 for request, token in zip(requests, tokens, strict=True):
                     receiver = receivers.get(request)
-                    if receiver is not None:  # else the request was aborted while this token was on its way
-                        receiver.push(token)
+                    if receiver is None:
+                        continue  # the request was aborted while this token was on its way
+                    if (stream := receiver.push(token)) is not None:
+                        offering.append(stream)
         self._tell_each(outputs.beams)
         self._tell_each(outputs.finished)
         if outputs.finished and self.state is not None and self.state.status == "draining":
@@ -417,7 +435,9 @@ class ControllerLink:
         for index, (request, token, sample) in enumerate(zip(requests, tokens, samples, strict=True)):
             receiver = self._receivers.get(request)
             if receiver is not None:
-                receiver.push(token, logprobs.get(index), sample)
+                stream = receiver.push(token, logprobs.get(index), sample)
+                if stream is not None:
+                    self._offering.append(stream)
 
     def _update_state(self, state: State) -> None:
         if self.state is None or self.state.status != state.status:

@@ -5,7 +5,7 @@
 
 A `Stream` is read by the coroutine that answers the client. A step's tokens for many requests arrive in one
 message; each stream only appends its token and wakes its reader once. Most tokens need no coroutine: while the
-reader waits, a *taker*, a plain function, may have them in its place (`take_with`).
+reader waits, a *taker* may have them in its place (`takers.py`).
 
 The samples of a request share a stream: their tokens arrive mixed, and each sample ends separately. A stream ends
 exactly once, with its last sample or as a whole. Leaving it early (`close`) tells the controller.
@@ -34,6 +34,7 @@ from trunkline.router.jobs.job import Job
 from trunkline.router.messages import BeamsFound, Finished, FinishReason, Hypothesis, PromptScored, Started
 from trunkline.router.routing.request import Left, RouteRequest
 from trunkline.router.streams.draft_counts import DraftCounts
+from trunkline.router.streams.takers import Taker
 from trunkline.router.telemetry.request_record import AttemptTrace, RequestRecord
 from trunkline.runtime.spans import SpanContext
 
@@ -99,6 +100,11 @@ class Batch(msgspec.Struct):
 class Stream:
     """The tokens of one request, in the order of arrival, for one reader."""
 
+    __slots__ = (
+        *("_batch", "_drop", "_is_offered", "_release", "_running", "_taker", "_waiter", "_wants_logprobs"),
+        *("drafts", "outputs", "prompt_logprobs", "request", "samples", "served", "started"),
+    )
+
     def __init__(
         self,
         request: int,
@@ -132,9 +138,9 @@ class Stream:
         self._drop = drop
         self._batch = self._fresh()
         self._waiter: asyncio.Future[None] | None = None
-        self._taker: Callable[[list[int]], bool] | None = None
+        self._taker: Taker | None = None
         self._is_offered = False
-        """Whether `_offer` is about to be called."""
+        """Whether `offer` is about to be called."""
 
     @property
     def running(self) -> frozenset[int]:
@@ -168,8 +174,8 @@ class Stream:
         else:
             self.finish(event.reason, event.detail, event.param)
 
-    def push(self, token: int, logprobs: TopLogprobs | None = None, sample: int = 0) -> None:
-        """Take the next token of a sample.
+    def push(self, token: int, logprobs: TopLogprobs | None = None, sample: int = 0) -> Stream | None:
+        """Take the next token of a sample. Return the stream if `offer` is to be called in this turn of the loop.
 
         Raises:
             ValueError: there is no such sample.
@@ -183,14 +189,12 @@ class Stream:
             batch.logprobs.append(logprobs)
         if batch.samples is not None:
             batch.samples.append(sample)
-        waiter = self._waiter
-        if waiter is None or waiter.done():
-            return
         if self._taker is None:
-            waiter.set_result(None)
-        elif not self._is_offered:  # together with what other messages of this turn bring
+            self._wake()
+        elif not self._is_offered:
             self._is_offered = True
-            waiter.get_loop().call_soon(self._offer)
+            return self
+        return None
 
     def finish_sample(self, sample: int, reason: str) -> None:
         """End one sample regularly; the request ends with its last one.
@@ -245,29 +249,25 @@ class Stream:
         self._batch = self._fresh()
         return batch
 
-    def take_with(self, taker: Callable[[list[int]], bool]) -> None:
-        """From now on offer tokens to a function while the reader waits in `next`.
-
-        Args:
-            taker: gets all tokens that have arrived since the last ones; returns whether it takes them. If it does
-                not, and with all that is more than tokens, the reader is woken. What it raises, `next` raises.
-        """
+    def take_with(self, taker: Taker) -> None:
+        """From now on offer tokens to a taker while the reader waits in `next`. The reader gets what it does not
+        take, and all that is more than tokens. What it raises, `next` raises."""
         self._taker = taker
 
-    def _offer(self) -> None:
+    def offer(self, taken: list[Taker]) -> None:
+        """Offer the tokens that have arrived to the taker, and add it to `taken` if it takes them."""
         self._is_offered = False
         batch, waiter, taker = self._batch, self._waiter, self._taker
-        if taker is None or waiter is None or waiter.done():
-            return  # the reader has been woken: it gets all
+        if taker is None or not batch.tokens or waiter is None or waiter.done():
+            return  # the reader has them, or has been woken and gets them
         try:
-            is_taken = taker(batch.tokens)
+            if taker.take(batch.tokens):
+                batch.tokens = []
+                taken.append(taker)
+            else:
+                waiter.set_result(None)
         except Exception as error:  # noqa: BLE001 (raised by the reader)
             waiter.set_exception(error)
-            return
-        if is_taken:
-            batch.tokens = []
-        else:
-            waiter.set_result(None)
 
     @property
     def failure(self) -> End | None:
@@ -361,7 +361,7 @@ class Attempt:
     """One sending of a request, or of one of its samples, to one controller."""
 
     __slots__ = (
-        *("_dispatcher", "_stream", "_trace"),
+        *("_dispatcher", "_follows_loss", "_stream", "_trace"),
         *("drafts", "has_started", "is_noted", "left", "link", "names", "request", "routed", "sample", "ticket"),
     )
 
@@ -385,6 +385,8 @@ class Attempt:
         self.left: Left | None = None
         """The group that is told that the conversation goes on here once its KV was pulled."""
         self._trace: AttemptTrace | None = None
+        self._follows_loss = bool(routed.failures)
+        """Whether attempts were lost before, and this one has no token yet."""
 
     def marked(self, submit: Submit) -> Submit:
         """Return the message with the ids of the request for the controller's log and trace."""
@@ -408,17 +410,17 @@ class Attempt:
             self.routed.lost = [trace.context]
         record.trace.attempted(trace, reason, is_failure=is_failure, has_started=self.has_started)
 
-    def push(self, token: int, logprobs: TopLogprobs | None = None, sample: int = 0) -> None:
-        """Pass a token on to the request's stream."""
-        routed = self.routed
-        if routed.failures:
-            routed.failures.pop(self.sample, None)
-            routed.failed.clear()
+    def push(self, token: int, logprobs: TopLogprobs | None = None, sample: int = 0) -> Stream | None:
+        """Pass a token on to the request's stream, and return what that returns."""
+        if self._follows_loss:
+            self._follows_loss = False
+            self.routed.failures.pop(self.sample, None)
+            self.routed.failed.clear()
         if self.sample != ALL:
             if sample:
                 raise ValueError(f"a token for sample {sample} of 1")
             sample = self.sample
-        self._stream.push(token, logprobs, sample)
+        return self._stream.push(token, logprobs, sample)
 
     def receive(self, event: Event) -> None:
         """Pass news on to the request's stream; the end of the attempt goes to the dispatcher, which may begin

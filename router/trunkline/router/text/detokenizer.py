@@ -98,6 +98,8 @@ class TokenPiece(NamedTuple):
     data: bytes
     raw: bool
     """Whether `data` may be a part of a character. False: it is whole UTF-8 text."""
+    text: str | None = None
+    """The text of a raw token whose bytes are whole characters, as nearly all are; None: another one."""
 
 
 class TokenStrings(Protocol):
@@ -114,35 +116,49 @@ class TokenVocabulary:
         self.tokens = tokens
         self.kind = classify_decoder(decoder)
         self.special = frozenset(special)
-        self._pieces: dict[int, TokenPiece] = {}
-        self._make: Callable[[str], TokenPiece] = {
+        make: Callable[[str], TokenPiece] = {
             "byte_level": _byte_level_piece,
             "spaces": _spaces_piece_with_bytes if self.kind.byte_tokens else _spaces_piece,
             "other": _spaces_piece,
         }[self.kind.family]
-
-    def piece(self, token: int) -> TokenPiece:
-        """Return a token's bytes; none for an unknown id (embeddings are often padded)."""
-        piece = self._pieces.get(token)
-        if piece is None:
-            text = self.tokens.id_to_token(token) if token >= 0 else None
-            piece = self._pieces[token] = self._make(text) if text is not None else TokenPiece(b"", False)
-        return piece
+        self.pieces = _Pieces(tokens, make)
+        """Each token's bytes."""
 
     def token_bytes(self, token: int) -> bytes:
         """Return a token's bytes, as log-probabilities report them."""
-        return self.piece(token).data
+        return self.pieces[token].data
 
     def token_text(self, token: int) -> str:
         """Return a single token as text; bytes that are no characters become U+FFFD."""
-        return self.piece(token).data.decode("utf-8", "replace")
+        return self.pieces[token].data.decode("utf-8", "replace")
+
+
+class _Pieces(dict[int, TokenPiece]):
+    """The bytes of tokens, made when a token is first met. An unknown id has none: embeddings are often padded."""
+
+    def __init__(self, tokens: TokenStrings, make: Callable[[str], TokenPiece]) -> None:
+        super().__init__()
+        self._tokens = tokens
+        self._make = make
+
+    def __missing__(self, token: int) -> TokenPiece:
+        text = self._tokens.id_to_token(token) if token >= 0 else None
+        piece = self[token] = TokenPiece(b"", False) if text is None else self._make(text)
+        return piece
 
 
 def _byte_level_piece(text: str) -> TokenPiece:
     values = [_BYTE_LEVEL.get(character, -1) for character in text]
     if -1 in values:  # an added token with characters outside the alphabet stands for itself
-        return TokenPiece(text.encode("utf-8", "replace"), True)
-    return TokenPiece(bytes(values), True)
+        return _raw_piece(text.encode("utf-8", "replace"))
+    return _raw_piece(bytes(values))
+
+
+def _raw_piece(data: bytes) -> TokenPiece:
+    try:
+        return TokenPiece(data, True, data.decode())
+    except UnicodeDecodeError:
+        return TokenPiece(data, True)
 
 
 def _spaces_piece(text: str) -> TokenPiece:
@@ -167,13 +183,24 @@ class Detokenizer(Protocol):
 class _ByteLevelDetokenizer:
     """Concatenates bytes and decodes them as UTF-8."""
 
+    __slots__ = ("_decoder", "_is_inside", "_pieces", "_skip")
+
     def __init__(self, vocabulary: TokenVocabulary, skip: frozenset[int]) -> None:
-        self._piece = vocabulary.piece
+        self._pieces = vocabulary.pieces
         self._skip = skip
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_inside = False
+        """Whether the text ends inside a character."""
 
     def feed(self, token: int) -> str:
-        return "" if token in self._skip else self._decoder.decode(self._piece(token).data)
+        if token in self._skip:
+            return ""
+        piece = self._pieces[token]
+        if piece.text is not None and not self._is_inside:
+            return piece.text
+        text = self._decoder.decode(piece.data)
+        self._is_inside = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         return self._decoder.decode(b"", True)
@@ -183,7 +210,7 @@ class _SpacesDetokenizer:
     """Joins whole texts with runs of raw bytes between them."""
 
     def __init__(self, vocabulary: TokenVocabulary, skip: frozenset[int], *, at_start: bool) -> None:
-        self._piece = vocabulary.piece
+        self._pieces = vocabulary.pieces
         self._skip = skip
         self._pending = b""
         self._strip = vocabulary.kind.strip_leading_spaces if at_start else 0
@@ -192,7 +219,7 @@ class _SpacesDetokenizer:
     def feed(self, token: int) -> str:
         if token in self._skip:
             return ""
-        data, raw = self._piece(token)
+        data, raw, _ = self._pieces[token]
         if raw:
             self._pending += data
             text = self._take_characters()
