@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing.util
+import os
 import sys
 import threading
 import time
@@ -15,6 +16,9 @@ import seeds
 from spreading import Spreading, prepare, tell
 from watched import watched
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+"""Threads of torch wait asleep, in processes that tests start as well. They would spin for those of another thread
+that does not run, because other tests have its core: small models took ten times the processor's time so."""
 SLEEP_S_MAX = 0.02
 """An unmarked test may give way to another thread, not wait for the clock."""
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
