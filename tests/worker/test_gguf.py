@@ -386,6 +386,7 @@ def test_damaged_files_are_read_or_refused(seed: int, tmp_path: Path) -> None:
     path, rng, sound = tmp_path / "model.gguf", random.Random(seed), 0
     data = file_of(METADATA, TENSORS)
     for number, damaged in enumerate(mutations(data, rng, 10_000)):
+        path.unlink(missing_ok=True)  # a file that is emptied and written anew waits for the disk
         path.write_bytes(damaged)
         with suppress(ModelError):
             content = read_gguf(path)
