@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import multiprocessing.util
 import os
 import sys
@@ -13,7 +15,7 @@ from typing import Any
 import areas
 import pytest
 import seeds
-from spreading import Spreading, prepare, tell
+from spreading import Spreading, in_order, prepare, tell
 from watched import watched
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -21,6 +23,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 that does not run, because other tests have its core: small models took ten times the processor's time so."""
 SLEEP_S_MAX = 0.02
 """An unmarked test may give way to another thread, not wait for the clock."""
+CHOICE = pytest.StashKey[str]()
+"""Which areas are tested."""
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
 
 
@@ -41,7 +45,13 @@ def pytest_report_header() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Prepare what tells of the tests that start processes."""
+    """Choose the areas; prepare what spreads tests over workers.
+
+    What is collected stays, half a gigabyte: looking for garbage in it meanwhile, or later, finds nothing.
+    """
+    gc.disable()
+    named = any(argument.split("::")[0].endswith(".py") for argument in config.args)
+    config.stash[CHOICE] = config.getoption("--areas") or ("all" if named else "none")
     prepare(config)
 
 
@@ -53,9 +63,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Spreading | 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests of areas that were not asked for."""
-    named = any(argument.split("::")[0].endswith(".py") for argument in config.args)
+    in_order(items)
     try:
-        wanted = areas.selected(config.getoption("--areas") or ("all" if named else "none"))
+        wanted = areas.selected(config.stash[CHOICE])
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
     kept: list[pytest.Item] = []
@@ -72,7 +82,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Say which tests start processes (tests/spreading.py)."""
+    """Say which tests start processes (tests/spreading.py); look for garbage among newer objects from now on."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # libraries complain of what is left when the interpreter ends
     tell(item.nodeid for item in session.items if item.get_closest_marker("processes") is not None)
 
 

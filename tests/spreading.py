@@ -3,6 +3,9 @@
 Tests that start processes wait much of their time, and mind how many others run. So two workers take them, file by
 file, for the tests of a file share clusters; those of `tests/cluster`, the longest, first. The third worker only
 computes, with less of the processor than they have. What it leaves of the tests that compute, the others end with.
+
+Every worker collects all tests. On a clean checkout most of that is to compile them, with what pytest writes into
+their assertions, and all workers would compile the same file at the same time: so each begins elsewhere.
 """
 
 from __future__ import annotations
@@ -33,18 +36,38 @@ SIGN: Final = " with processes"
 
 
 def prepare(config: pytest.Config) -> None:
-    """Make the file before the workers start; or stand back, in the worker that computes."""
-    if WORKER == COMPUTES_ONLY:
-        os.nice(NICENESS)
-    if not WORKER:
+    """Make the file before the workers start; or choose where this one begins to collect."""
+    if WORKER:
+        config.args[:] = turned(config.args, int(WORKER[2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    else:
         file, path = tempfile.mkstemp(prefix="trunkline-tests-")
         os.close(file)
         os.environ[TOLD] = path
         config.add_cleanup(lambda: os.unlink(path))
 
 
+def turned(folders: list[str], number: int, workers: int) -> list[str]:
+    """Return the files of tests in `folders`, a worker's part of them first; or `folders`, if one is no folder."""
+    if not all(Path(folder).is_dir() for folder in folders):
+        return folders
+    files = sorted(str(path) for folder in folders for path in Path(folder).rglob("test_*.py"))
+    first = len(files) * number // workers
+    return files[first:] + files[:first]
+
+
+def in_order(items: list[pytest.Item]) -> None:
+    """Bring what a worker has collected into the order of all workers."""
+    if WORKER:
+        items.sort(key=lambda item: item.path)
+
+
 def tell(names: Iterable[str]) -> None:
-    """Say in a worker which tests start processes."""
+    """Say in a worker which tests start processes.
+
+    The worker that computes stands back from now on, not before: the others wait until all have collected.
+    """
+    if WORKER == COMPUTES_ONLY:
+        os.nice(NICENESS)
     if WORKER == FIRST and TOLD in os.environ:
         Path(os.environ[TOLD]).write_text("\n".join(names), encoding="utf-8")
 
