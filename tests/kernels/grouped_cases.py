@@ -13,7 +13,7 @@ from trunkline.kernels.grouped import GroupedWeight
 
 FP4: Final = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 """Twelve more than twice the values of 4-bit floats."""
-INTEGERS: Final = ("Q8_0", "Q4_0", "Q4_K", "Q6_K", "4 bits, 128", "8 bits, rows", "8 bits, 16", "table")
+INTEGERS: Final = ("Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "4 bits, 128", "8 bits, rows", "8 bits, 16", "table")
 """The forms that files are read into, by their names or what they are."""
 KINDS: Final = (*INTEGERS, "float8", "float8, rows")
 
@@ -42,14 +42,15 @@ def _random_weight(kind: str, rows: int, width: int, dtype: torch.dtype) -> Grou
         return GroupedWeight(codes8, 8, 32, scales(32, torch.float16) / 64, dtype, zero=128)
     if kind == "Q4_0":
         return GroupedWeight(codes4, 4, 32, scales(32, torch.float16) / 4, dtype, zero=8)
-    if kind == "Q4_K":
+    if kind in ("Q4_K", "Q5_K"):
+        bits, codes = (4, codes4) if kind == "Q4_K" else (6, codes8 & 31)
         sub = [integers(0, 64, width // 32).to(torch.int8) for _ in range(2)]
         scale, offset = (scales(256, torch.float16) / size for size in (128, 16))
-        return GroupedWeight(codes4, 4, 32, scale, dtype, sub_scale=sub[0], offset=offset, sub_offset=sub[1])
+        return GroupedWeight(codes, bits, 32, scale, dtype, sub_scale=sub[0], offset=offset, sub_offset=sub[1])
     if kind == "Q6_K":
         sub_scale = integers(-128, 128, width // 16).to(torch.int8)
         scale = scales(256, torch.float16) / 1024
-        return GroupedWeight(codes8 & 63, 8, 16, scale, dtype, sub_scale=sub_scale, zero=32)
+        return GroupedWeight(codes8 & 63, 6, 16, scale, dtype, sub_scale=sub_scale, zero=32)
     if kind == "4 bits, 128":
         scale = scales(128, torch.float32) / 4
         return GroupedWeight(codes4, 4, 128, scale, dtype, offset=scale * integers(0, 16, width // 128))

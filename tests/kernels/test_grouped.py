@@ -132,6 +132,7 @@ def test_stacks_of_k_quants_keep_two_levels_of_scales() -> None:
     joined = stack([queries, values])
     assert joined.sub_scale is not None
     assert joined.nbytes <= joined.shape.numel() * 9.25 / 8
+    assert (joined.bits, joined.zero) == (6, 32)
     torch.testing.assert_close(joined.dequantise(), torch.cat([queries.dequantise(), values.dequantise()]))
     rounded = stack([replace(each, int8_inputs=True) for each in (values, queries)])
     assert rounded.int8_inputs
@@ -278,7 +279,7 @@ def test_a_row_is_the_same_bits_in_any_batch(level: str, kind: str, int8_inputs:
     for threads in (1, 3):
         kernels = make_kernels(level, threads)
         layer, gated = kernels.pack_linear(weight, None), kernels.pack_gated_linear(weight, None, "silu")
-        for rows, first in ((130, 0), *((n, start) for n in (1, 2, 4, 6, 7, 31, 97) for start in (0, 30))):
+        for rows, first in ((130, 0), *((n, start) for n in (1, 2, 4, 6, 7, 12, 31, 97) for start in (0, 30))):
             part = x[first : first + rows]
             found = [kernels.linear(part, layer, torch.float32), kernels.gated_linear(part, gated)]
             whole = whole or found
@@ -305,7 +306,15 @@ def test_a_broken_token_stays_alone(implementation: str, kind: str, int8_inputs:
 
 @pairwise(level=NATIVE, kind=KINDS)
 def test_a_packed_layer_is_as_small_as_its_codes(level: str, kind: str) -> None:
-    bits = {"Q8_0": 8.5, "Q4_0": 4.5, "Q4_K": 4.625, "Q6_K": 8.5625, "4 bits, 128": 4.5, "table": 5.0}
+    bits = {
+        "Q8_0": 8.5,
+        "Q4_0": 4.5,
+        "Q4_K": 4.625,
+        "Q5_K": 6.625,
+        "Q6_K": 6.5625,
+        "4 bits, 128": 4.5,
+        "table": 5.0,
+    }
     bits |= {"float8": 8.25, "float8, rows": 8.0625}
     weight = random_weight(kind, 1024, 512)
     packed = make_kernels(level).pack_linear(weight, None)

@@ -74,12 +74,12 @@ def _five_bits(high: Tensor, low: Tensor) -> Tensor:
 
 def _q5_0(block: Tensor, dtype: torch.dtype) -> GroupedWeight:
     codes = _five_bits(block[..., 2:6], block[..., 6:])
-    return GroupedWeight(codes, 8, 32, _float16(block, 0), dtype, zero=16)
+    return GroupedWeight(codes, 6, 32, _float16(block, 0), dtype, zero=16)
 
 
 def _q5_1(block: Tensor, dtype: torch.dtype) -> GroupedWeight:
     codes = _five_bits(block[..., 4:8], block[..., 8:])
-    return GroupedWeight(codes, 8, 32, _float16(block, 0), dtype, offset=-_float16(block, 2))
+    return GroupedWeight(codes, 6, 32, _float16(block, 0), dtype, offset=-_float16(block, 2))
 
 
 def _mxfp4(block: Tensor, dtype: torch.dtype) -> GroupedWeight:
@@ -111,7 +111,7 @@ def _q5_k(block: Tensor, dtype: torch.dtype) -> GroupedWeight:
     low = _nibbles(block[..., 48:].reshape(*block.shape[:2], 4, 32)).reshape(*block.shape[:2], 8, 32)
     shifts = torch.arange(8, dtype=torch.uint8, device=block.device)[:, None]
     high = (block[..., None, 16:48] >> shifts) & 1  # bit i of 32 bytes is that of group i
-    return _k_quants(block, (low | (high << 4)).flatten(1), 8, dtype)
+    return _k_quants(block, (low | (high << 4)).flatten(1), 6, dtype)
 
 
 def _q6_k(block: Tensor, dtype: torch.dtype) -> GroupedWeight:
@@ -123,7 +123,7 @@ def _q6_k(block: Tensor, dtype: torch.dtype) -> GroupedWeight:
     high = torch.cat([(high >> shift) & 3 for shift in (0, 2, 4, 6)], dim=-1)
     scale = block[..., 192:208].contiguous().view(torch.int8).flatten(1)
     codes = (low | (high << 4)).flatten(1)
-    return GroupedWeight(codes, 8, 16, _float16(block, 208), dtype, sub_scale=scale, zero=32)
+    return GroupedWeight(codes, 6, 16, _float16(block, 208), dtype, sub_scale=scale, zero=32)
 
 
 BLOCKS: Final = {

@@ -1,8 +1,8 @@
-"""Weights of 4 and 8 bits in groups: the one form that all such files are read into, and its plain arithmetic.
+"""Weights of 4, 6 and 8 bits in groups: the one form that all such files are read into, and its plain arithmetic.
 
 A row of the weight is cut into groups of inputs; each group has a scale and, in some kinds, an offset:
 
-      w = scale * (value(code) - zero) - offset            in float32, the codes unsigned integers of 4 or 8 bits
+      w = scale * (value(code) - zero) - offset            in float32; codes are integers of 4, 6 or 8 bits
 
 `value` is the code itself, for 4 bits an entry of a table of 16 integers, or for 8 bits a float (`float8`). Scales
 and offsets are stored in a floating-point type, one for each group; or, where files have two levels, as such a
@@ -13,7 +13,7 @@ file are brought into this form.
       Q8_0                     8      32   float16                   128
       Q4_0                     4      32   float16                     8
       Q4_K                     4      32   float16, times 6 bits       0   float16, times 6 bits
-      Q6_K                     8      16   float16, times int8        32
+      Q6_K                     6      16   float16, times int8        32
       AWQ, GPTQ                4     128   float32                     0   float32, the scale times its zero point
       int8 per output          8      in   float32                   128
       fp8 (e4m3)               8     128   float32
@@ -55,9 +55,9 @@ class GroupedWeight:
     """
 
     codes: Tensor
-    """uint8 `[out, in]`, below 16 if there are 4 bits."""
+    """uint8 `[out, in]`, below 16 if there are 4 bits, below 64 if there are 6."""
     bits: int
-    """4 or 8."""
+    """4, 6 or 8."""
     group: int
     """Number of inputs of a group, a multiple of 16."""
     scale: Tensor
@@ -82,7 +82,7 @@ class GroupedWeight:
     """Whether layers over such floats may round their inputs to fp8, too (`scaled_products`)."""
 
     def __post_init__(self) -> None:
-        if self.codes.dim() != 2 or self.codes.dtype != torch.uint8 or self.bits not in (4, 8):
+        if self.codes.dim() != 2 or self.codes.dtype != torch.uint8 or self.bits not in (4, 6, 8):
             raise ValueError(f"codes of {self.bits} bits are {self.codes.dtype} {list(self.codes.shape)}")
         rows, width = self.codes.shape
         if self.group <= 0 or self.group % GROUP_QUANTUM or width % self.group:
@@ -127,7 +127,7 @@ class GroupedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the form as it is here, where 4 bits take a byte."""
+        """Bytes of the form as it is here, where each code takes a byte."""
         parts = (self.codes, self.scale, self.sub_scale, self.offset, self.sub_offset)
         return sum(part.nbytes for part in parts if part is not None)
 
@@ -214,8 +214,9 @@ def _levels(scale: Tensor, sub: Tensor | None, groups: int, dtype: torch.dtype) 
 
 
 def stack(weights: Sequence[GroupedWeight]) -> GroupedWeight:
-    """Return matrices below each other as one. Kinds that differ are brought to 8 bits and the smallest of
-    the group sizes, exactly; to scales on two levels if all have such for as many inputs, else to float32.
+    """Return matrices below each other as one. Kinds that differ are brought, exactly, to the smallest group, and
+    to 6 bits, or to 8 where those do not hold all values; to scales on two levels if all have such for as many
+    inputs, else to float32.
 
     Raises:
         ValueError: Matrices of different widths or types, or of groups that do not divide each other.
@@ -231,7 +232,8 @@ def stack(weights: Sequence[GroupedWeight]) -> GroupedWeight:
         group = min(weight.group for weight in weights)
         scales = {(weight.sub_scale is None, weight.scale.dtype, weight.scale.shape[1]) for weight in weights}
         levels = len(scales) == 1 and weights[0].sub_scale is not None
-        weights = [_widened(weight, group, levels) for weight in weights]
+        bits = 6 if all(_has_six_bits(weight) for weight in weights) else 8
+        weights = [_widened(weight, bits, group, levels) for weight in weights]
         first = weights[0]
     parts = zip(*(weight.parts for weight in weights), strict=True)
     return first._with(
@@ -244,14 +246,21 @@ def _kind(weight: GroupedWeight) -> tuple[object, ...]:
     return (weight.bits, weight.group, weight.zero, weight.table, weight.floats, *levels)
 
 
-def _widened(weight: GroupedWeight, group: int, levels: bool) -> GroupedWeight:
-    """Return the same numbers with 8 bits, groups of `group`, offsets, zero 128; with the two levels of scales
-    that it has, or one of float32."""
+def _has_six_bits(weight: GroupedWeight) -> bool:
+    """Return whether all values less their zero fit 6 bits about 32, whatever the codes are."""
+    values = weight.table or (0, (1 << weight.bits) - 1)
+    return not weight.floats and min(values) - weight.zero >= -32 and max(values) - weight.zero < 32
+
+
+def _widened(weight: GroupedWeight, bits: int, group: int, levels: bool) -> GroupedWeight:
+    """Return the same numbers with 6 or 8 bits about the middle, groups of `group` and offsets; with its two
+    levels of scales, or one of float32."""
+    zero = 1 << (bits - 1)
     if weight.group % group:
         raise ValueError(f"groups of {weight.group} and {group} inputs cannot be stacked")
     if weight.floats:
         raise ValueError("codes that are floats cannot be stacked with others")
-    codes = weight.values(torch.int16) + 128
+    codes = weight.values(torch.int16) + zero
     if codes.numel() and int(codes.max()) > 255:
         raise ValueError(f"values of 8 bits about zero {weight.zero} cannot be stacked with others")
     wide = codes.to(torch.uint8)
@@ -266,10 +275,10 @@ def _widened(weight: GroupedWeight, group: int, levels: bool) -> GroupedWeight:
         first = torch.zeros_like(weight.scale) if weight.offset is None else weight.offset
         sub, sub_offset = of_groups(weight.sub_scale, weight.sub_offset)
         return GroupedWeight(
-            wide, 8, group, weight.scale, weight.dtype, sub, first, sub_offset, 128, int8_inputs=rounds
+            wide, bits, group, weight.scale, weight.dtype, sub, first, sub_offset, zero, int8_inputs=rounds
         )
     scale, offset = of_groups(*weight.group_scales())
-    return GroupedWeight(wide, 8, group, scale, weight.dtype, offset=offset, zero=128, int8_inputs=rounds)
+    return GroupedWeight(wide, bits, group, scale, weight.dtype, offset=offset, zero=zero, int8_inputs=rounds)
 
 
 def rounded_inputs(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,10 @@
 namespace trunkline::TRUNKLINE_NAMESPACE {
 namespace {
 
-// Units (`GroupForm::unit`) that are read at a time: their codes, unpacked, and scales fit the first-level cache.
-constexpr int kUnits = 8;
+// Inputs that are read at a time: their codes, unpacked, and scales fit the first-level cache. They are so many units
+// (`GroupForm::unit`) at most.
+constexpr int kBlockInputs = 256;
+constexpr int kUnits = kBlockInputs / 16;
 constexpr int kUnitInputs = 32;  // at most
 
 // Inputs of one group for all lanes of a panel, where the panel has them.
@@ -75,6 +77,25 @@ class GroupStream {
   int64_t groups_left_ = 0;  // of the scale
 };
 
+// Calls `take(index, bytes)` for each word of four codes of a unit of 6 bits, in order, for NV vectors of lanes.
+template <int NV, class Take>
+TRUNKLINE_INLINE void each_of_six_bits(const uint8_t* words, int unit, int width, const Take& take) {
+  const Bits low = set1_word(0x3f3f3f3f);
+  for (int k = 0; k < unit; k += 16) {
+    Bits bytes[NV], rest[NV];  // `rest`: upper two bits of the words so far, those of the last one uppermost
+    for (int word = 0; word < 3; ++word, words += width * 4) {
+      for (int v = 0; v < NV; ++v) {
+        const Bits codes = load_words(words + v * kLanes * 4);
+        bytes[v] = bits_and(codes, low);
+        rest[v] = word == 0 ? codes : bits_select(low, shift_right(rest[v], 2), codes);
+      }
+      take(k / 4 + word, bytes);
+    }
+    for (int v = 0; v < NV; ++v) bytes[v] = bits_and(shift_right(rest[v], 2), low);
+    take(k / 4 + 3, bytes);
+  }
+}
+
 // Exact products: codes become floats.
 
 // Inputs of a block of weights in float32, in the first-level cache.
@@ -95,22 +116,27 @@ void dequantise(const GroupForm& form, const float* values, const CodeUnit& unit
     const Vec scale = unit_number(form, unit, 0, width, lane);
     const Vec offset = form.has_offset ? sub(zero(), unit_number(form, unit, 1, width, lane)) : zero();
     float* to = out + lane;
+    const auto put_bytes = [&](int, const Bits(&codes)[1]) {
+      for (int i = 0; i < 4; ++i, to += width) {
+        const Bits code = bits_and(shift_right(codes[0], 8 * i), set1_word(0xff));
+        store(to, fma(scale, sub(float_of_integers(code), zero_code), offset));
+      }
+    };
     for (int word = 0; word < words; ++word) {
       const uint8_t* from = unit.words + (word * width + lane) * 4;
-      const Bits codes = load_words(from);
       prefetch(from + kAheadBytes);
-      if (form.bits == 4) {
-        for (int i = 0; i < 8; ++i, to += width) {
-          const Vec value = table_floats(values, shift_right(codes, i % 4 * 8 + i / 4 * 4));
-          store(to, fma(scale, value, offset));
-        }
-      } else {
-        for (int i = 0; i < 4; ++i, to += width) {
-          const Bits code = bits_and(shift_right(codes, 8 * i), set1_word(0xff));
-          store(to, fma(scale, sub(float_of_integers(code), zero_code), offset));
-        }
+      if (form.bits == 6) continue;
+      const Bits codes[1] = {load_words(from)};
+      if (form.bits == 8) {
+        put_bytes(word, codes);
+        continue;
+      }
+      for (int i = 0; i < 8; ++i, to += width) {
+        const Vec value = table_floats(values, shift_right(codes[0], i % 4 * 8 + i / 4 * 4));
+        store(to, fma(scale, value, offset));
       }
     }
+    if (form.bits == 6) each_of_six_bits<1>(unit.words + lane * 4, form.unit(), width, put_bytes);
   }
 }
 
@@ -207,7 +233,7 @@ void round_row(const GroupForm& form, const typename T::Storage* x, int64_t inpu
 }
 
 // How codes lie in the words that a tile reads.
-enum class Codes { kBytes, kNibbles, kTable };
+enum class Codes { kBytes, kSixBits, kNibbles, kTable };
 
 // Lines of memory that a tile asks for at each unit, in the order of memory and for the second-level cache: of those
 // of the first few may be under way, and asked for in another order they do not look like a stream to the processor,
@@ -237,7 +263,14 @@ template <Codes kCodes, int MR, int NV>
     }
     for (int line = 0; line < ahead.lines; ++line, ahead.at += 64) prefetch_second(ahead.at);
     const uint8_t* words = units[u].words + lane * 4;
-    for (int k = 0; k < unit; k += kPerWord, words += width * 4) {
+    if constexpr (kCodes == Codes::kSixBits) {
+      each_of_six_bits<NV>(words, unit, width, [&](int word, const Bits(&bytes)[NV]) {
+        for (int m = 0; m < MR; ++m) {
+          for (int v = 0; v < NV; ++v) dots[m][v] = dot_bytes(dots[m][v], bytes[v], x[m] + word * kDotWords);
+        }
+      });
+    }
+    for (int k = 0; kCodes != Codes::kSixBits && k < unit; k += kPerWord, words += width * 4) {
       Bits codes[NV];
       for (int v = 0; v < NV; ++v) {
         codes[v] = load_words(words + v * kLanes * 4);
@@ -305,25 +338,46 @@ void int8_rows(int count_of_rows, const GroupForm& form, const Int8Row* rows, in
 
 // Units whose codes are bytes and whose scales are float32 on one level.
 struct UnpackedUnits {
-  alignas(64) uint8_t words[kUnits][kUnitInputs * kPanelWidth];
+  alignas(64) uint8_t words[kBlockInputs * kPanelWidth];
   alignas(64) float numbers[kUnits][2 * kPanelWidth];
+  alignas(64) float first_level[2 * kPanelWidth];
+  const uint8_t* first_level_of = nullptr;
 
   // Codes of 8 bits stay where they are.
   void take(const GroupForm& form, CodeUnit* units, int count, int width) {
     for (int i = 0; i < count; ++i) {
-      for (int number = 0; number < form.numbers(); ++number) {
-        for (int lane = 0; lane < width; lane += kLanes)
-          store(numbers[i] + number * width + lane, unit_number(form, units[i], number, width, lane));
-      }
-      if (form.bits == 4) {
-        unpack(form, units[i], width, words[i]);
-        units[i].words = words[i];
+      take_numbers(form, units[i], form.numbers() * width, numbers[i]);
+      if (form.bits < 8) {
+        uint8_t* own = words + i * form.unit() * kPanelWidth;
+        unpack(form, units[i], width, own);
+        units[i].words = own;
       }
       units[i].scale = reinterpret_cast<const uint8_t*>(numbers[i]);
     }
   }
 
+  void take_numbers(const GroupForm& form, const CodeUnit& unit, int count, float* out) {
+    if (!form.has_levels) return load_numbers(form, unit.scale, count, out);
+    if (unit.scale != first_level_of) load_numbers(form, unit.scale, count, first_level);
+    first_level_of = unit.scale;
+    const auto* second = reinterpret_cast<const int8_t*>(unit.sub_scale);
+    for (int lane = 0; lane < count; lane += kLanes)
+      store(out + lane, mul(load(first_level + lane), load_int8(second + lane)));
+  }
+
+  static void load_numbers(const GroupForm& form, const uint8_t* from, int count, float* out) {
+    for (int lane = 0; lane < count; lane += kLanes) store(out + lane, load_number(form.scale_type, from, lane));
+  }
+
   static void unpack(const GroupForm& form, const CodeUnit& unit, int width, uint8_t* out) {
+    if (form.bits == 6) {
+      for (int lane = 0; lane < width; lane += kLanes) {
+        each_of_six_bits<1>(unit.words + lane * 4, form.unit(), width, [&](int word, const Bits(&bytes)[1]) {
+          store_words(out + (word * width + lane) * 4, bytes[0]);
+        });
+      }
+      return;
+    }
     for (int k = 0; k < form.unit(); k += 8) {
       const uint8_t* from = unit.words + k / 8 * width * 4;
       for (int half = 0; half < 2; ++half, out += width * 4) {
@@ -355,39 +409,56 @@ TRUNKLINE_INLINE int lines_each(long bytes, int passes, int count) {
   return static_cast<int>((bytes / 64 + passes * count - 1) / (passes * count));
 }
 
-// At most a tile of rows times a panel: codes and scales are read where they lie.
+// Tiles of rows that read codes where they lie: for more it is faster to unpack them once for all.
+TRUNKLINE_INLINE int tiles_in_place(int bits) {
+  if (bits == 6) return kDotWords == 1 ? 2 : 1;
+  return bits == 8 ? 1 : 4;
+}
+
+// A tile of rows over some units whose codes are packed in the form's own way.
+void packed_rows(int count_of_rows, const GroupForm& form, const Int8Row* rows, int64_t first_unit,
+                 const CodeUnit* units, int count, int width, float* c, Ahead ahead) {
+  if (form.bits == 8)
+    return int8_rows<Codes::kBytes>(count_of_rows, form, rows, first_unit, units, count, width, c, ahead);
+  if (form.bits == 6)
+    return int8_rows<Codes::kSixBits>(count_of_rows, form, rows, first_unit, units, count, width, c, ahead);
+  if (form.has_table)
+    return int8_rows<Codes::kTable>(count_of_rows, form, rows, first_unit, units, count, width, c, ahead);
+  int8_rows<Codes::kNibbles>(count_of_rows, form, rows, first_unit, units, count, width, c, ahead);
+}
+
+// A few tiles of rows times a panel: codes and scales are read where they lie.
 void multiply_int8_few(int count_of_rows, const Int8Row* rows, const GroupForm& form, const void* panel, int width,
                        int64_t inputs, float* sums) {
   constexpr int kFewUnits = 4;
   GroupStream stream(form, panel, width);
+  const int tiles = (count_of_rows + kInt8Rows - 1) / kInt8Rows, passes = lane_passes(width);
   const int64_t all = inputs / form.unit();
   for (int64_t first = 0; first < all; first += kFewUnits) {
     const int count = smaller(kFewUnits, all - first);
     const char* begin = stream.at();
     CodeUnit units[kFewUnits];
     stream.next(units, count);
-    const Ahead ahead{begin + kAheadBytes, lines_each(stream.at() - begin, lane_passes(width), count)};
-    if (form.bits == 8) {
-      int8_rows<Codes::kBytes>(count_of_rows, form, rows, first, units, count, width, sums, ahead);
-    } else if (form.has_table) {
-      int8_rows<Codes::kTable>(count_of_rows, form, rows, first, units, count, width, sums, ahead);
-    } else {
-      int8_rows<Codes::kNibbles>(count_of_rows, form, rows, first, units, count, width, sums, ahead);
+    Ahead ahead{begin + kAheadBytes, lines_each(stream.at() - begin, passes * tiles, count)};
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int from = count_of_rows * tile / tiles, to = count_of_rows * (tile + 1) / tiles;
+      packed_rows(to - from, form, rows + from, first, units, count, width, sums + from * kPanelWidth, ahead);
+      ahead.at += static_cast<long>(passes) * count * ahead.lines * 64;
     }
   }
 }
 
-// More rows than a tile's times a panel: they pass over blocks of units, which are unpacked once, and meanwhile ask
-// for the next block.
+// More rows times a panel: they pass over blocks of units, which are unpacked once, and meanwhile ask for the next
+// block.
 void multiply_int8_many(int count_of_rows, const Int8Row* rows, const GroupForm& form, const void* panel,
                         int width, int64_t inputs, float* sums) {
   UnpackedUnits unpacked;
   const GroupForm plain = UnpackedUnits::form_of(form);
   GroupStream stream(form, panel, width);
   const int tiles = (count_of_rows + kInt8Rows - 1) / kInt8Rows, passes = lane_passes(width);
-  const int64_t all = inputs / form.unit();
-  for (int64_t first = 0; first < all; first += kUnits) {
-    const int count = smaller(kUnits, all - first);
+  const int64_t all = inputs / form.unit(), most = kBlockInputs / form.unit();
+  for (int64_t first = 0; first < all; first += most) {
+    const int count = smaller(most, all - first);
     const char* begin = stream.at();
     CodeUnit units[kUnits];
     stream.next(units, count);
@@ -407,7 +478,8 @@ void multiply_int8_many(int count_of_rows, const Int8Row* rows, const GroupForm&
 void multiply_int8(int count_of_rows, const Int8Row* rows, const GroupForm& form, const void* panel, int width,
                    int64_t inputs, float* sums) {
   std::memset(sums, 0, static_cast<size_t>(count_of_rows) * kPanelWidth * sizeof(*sums));
-  const auto multiply = count_of_rows <= kInt8Rows ? multiply_int8_few : multiply_int8_many;
+  const bool are_few = count_of_rows <= tiles_in_place(form.bits) * kInt8Rows;
+  const auto multiply = are_few ? multiply_int8_few : multiply_int8_many;
   multiply(count_of_rows, rows, form, panel, width, inputs, sums);
 }
 

@@ -54,14 +54,15 @@ enum class ScaleType : int { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2 };
 //      then for each of its groups:
 //          second level: scales [width], offsets [width] if there are any, int8
 //          codes, words of 32 bits [group * bits / 32][width]: code i of a word of 8 bits in byte i; of 4 bits in the
-//          low half of byte i, codes 4 to 7 in the high halves; floats of 8 bits (`float8.h`): code 1 in byte 2 and
+//          low half of byte i, codes 4 to 7 in the high halves; of 6 bits 16 codes in three words, codes 0 to 11 in
+//          the low bits of their bytes, and the bits of codes 12 to 15, two by two from the lowest, above; floats of 8 bits (`float8.h`): code 1 in byte 2 and
 //          code 2 in byte 1, so that the even bytes and the odd ones are pairs of neighbours
 //
 // So the codes of four inputs are the bytes of a lane, as products of integers take them.
 struct GroupForm {
   int64_t group;             // inputs; a multiple of 16
   int64_t groups_per_scale;  // 1 on one level
-  int bits;                  // 4 or 8
+  int bits;                  // 4, 6 or 8
   ScaleType scale_type;
   bool has_levels;
   bool has_offset;

@@ -50,7 +50,7 @@ GroupForm group_form(const GroupTensors& from, int64_t parts, int64_t bits, int6
   const int64_t rows = from.codes.size(0), width = from.codes.size(1), scales = from.scale.size(1);
   check_matrix(from.codes, "codes", rows, width, kDLUInt, 8);
   require(rows % parts == 0, "a gated layer has an even number of rows");
-  require(bits == 4 || bits == 8, "codes have 4 or 8 bits");
+  require(bits == 4 || bits == 6 || bits == 8, "codes have 4, 6 or 8 bits");
   require(group > 0 && group % 16 == 0 && width % group == 0, "rows are whole groups of a multiple of 16 inputs");
   require(zero >= 0 && zero <= 255, "zero is between 0 and 255");
   const int64_t groups = width / group;
@@ -98,23 +98,40 @@ char* put_scales(const GroupForm& form, const TensorView& scales, const PanelPla
   return put_lanes<uint16_t>(scales, place, column, out);
 }
 
+// The next codes of a lane as words; returns the number of words.
+int64_t words_of(const GroupForm& form, const uint8_t* codes, uint32_t* words) {
+  uint32_t read[4];
+  if (form.bits == 6) {
+    std::memcpy(read, codes, 16);
+    for (int i = 0; i < 3; ++i) words[i] = (read[i] & 0x3f3f3f3fu) | (read[3] >> 2 * i & 0x03030303u) << 6;
+    return 3;
+  }
+  if (form.bits == 4) {
+    std::memcpy(read, codes, 8);
+    words[0] = (read[0] & 0x0f0f0f0fu) | (read[1] & 0x0f0f0f0fu) << 4;
+    return 1;
+  }
+  std::memcpy(words, codes, 4);
+  if (form.is_float) words[0] = (words[0] & 0xff0000ffu) | (words[0] & 0xff00u) << 8 | (words[0] >> 8 & 0xff00u);
+  return 1;
+}
+
 // The codes of a group, in words.
 char* put_codes(const GroupForm& form, const TensorView& codes, const PanelPlace& place, int64_t first,
                 char* out) {
-  const int64_t per_word = 32 / form.bits, stride = codes.size(1);
+  const int64_t stride = codes.size(1), step = form.bits == 8 ? 4 : form.bits == 6 ? 16 : 8;
+  const int64_t bytes = form.group * form.bits / 8 * place.width;
   const auto* from = static_cast<const uint8_t*>(codes.data_ptr()) + place.first * stride + first;
-  for (int64_t i = 0; i < form.group; i += per_word, out += place.width * 4) {
-    auto* words = reinterpret_cast<uint32_t*>(out);
-    for (int64_t row = 0; row < place.count; ++row) {
-      uint32_t low, high = 0;
-      std::memcpy(&low, from + row * stride + i, 4);
-      if (per_word == 8) std::memcpy(&high, from + row * stride + i + 4, 4);
-      if (form.is_float) low = (low & 0xff0000ffu) | (low & 0xff00u) << 8 | (low >> 8 & 0xff00u);
-      words[row] = per_word == 8 ? (low & 0x0f0f0f0fu) | (high & 0x0f0f0f0fu) << 4 : low;
+  std::memset(out, 0, static_cast<size_t>(bytes));
+  for (int64_t row = 0; row < place.count; ++row, from += stride) {
+    auto* lane = reinterpret_cast<uint32_t*>(out) + row;
+    for (int64_t i = 0; i < form.group; i += step) {
+      uint32_t words[3];
+      for (int64_t word = 0, count = words_of(form, from + i, words); word < count; ++word, lane += place.width)
+        *lane = words[word];
     }
-    std::fill(words + place.count, words + place.width, 0u);
   }
-  return out;
+  return out + bytes;
 }
 
 void fill_panel(const GroupForm& form, const GroupTensors& from, const PanelPlace& place, char* out) {

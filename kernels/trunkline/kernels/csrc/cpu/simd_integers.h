@@ -14,6 +14,10 @@ TRUNKLINE_INLINE void store_words(void* p, Bits b) { _mm512_storeu_si512(p, b); 
 TRUNKLINE_INLINE Bits set1_word(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
 TRUNKLINE_INLINE Bits bits_and(Bits a, Bits b) { return _mm512_and_si512(a, b); }
 TRUNKLINE_INLINE Bits bits_or(Bits a, Bits b) { return _mm512_or_si512(a, b); }
+// Bits of `a` where `mask` has ones, else of `b`.
+TRUNKLINE_INLINE Bits bits_select(Bits mask, Bits a, Bits b) {
+  return _mm512_ternarylogic_epi32(mask, a, b, 0xca);
+}
 TRUNKLINE_INLINE Bits shift_right(Bits b, int count) { return _mm512_srli_epi32(b, static_cast<unsigned>(count)); }
 TRUNKLINE_INLINE Bits shift_left(Bits b, int count) { return _mm512_slli_epi32(b, static_cast<unsigned>(count)); }
 TRUNKLINE_INLINE Vec as_floats(Bits b) { return _mm512_castsi512_ps(b); }
@@ -103,6 +107,9 @@ TRUNKLINE_INLINE void store_words(void* p, Bits b) { _mm256_storeu_si256(static_
 TRUNKLINE_INLINE Bits set1_word(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
 TRUNKLINE_INLINE Bits bits_and(Bits a, Bits b) { return _mm256_and_si256(a, b); }
 TRUNKLINE_INLINE Bits bits_or(Bits a, Bits b) { return _mm256_or_si256(a, b); }
+TRUNKLINE_INLINE Bits bits_select(Bits mask, Bits a, Bits b) {
+  return _mm256_or_si256(_mm256_and_si256(mask, a), _mm256_andnot_si256(mask, b));
+}
 TRUNKLINE_INLINE Bits shift_right(Bits b, int count) { return _mm256_srli_epi32(b, count); }
 TRUNKLINE_INLINE Bits shift_left(Bits b, int count) { return _mm256_slli_epi32(b, count); }
 TRUNKLINE_INLINE Vec as_floats(Bits b) { return _mm256_castsi256_ps(b); }
@@ -140,6 +147,7 @@ TRUNKLINE_INLINE void store_words(void* p, Bits b) { std::memcpy(p, &b, 16); }
 TRUNKLINE_INLINE Bits set1_word(uint32_t x) { return Bits{x, x, x, x}; }
 TRUNKLINE_INLINE Bits bits_and(Bits a, Bits b) { return a & b; }
 TRUNKLINE_INLINE Bits bits_or(Bits a, Bits b) { return a | b; }
+TRUNKLINE_INLINE Bits bits_select(Bits mask, Bits a, Bits b) { return (mask & a) | (~mask & b); }
 TRUNKLINE_INLINE Bits shift_right(Bits b, int count) { return b >> count; }
 TRUNKLINE_INLINE Bits shift_left(Bits b, int count) { return b << count; }
 TRUNKLINE_INLINE Vec as_floats(Bits b) {
