@@ -287,6 +287,17 @@ def test_a_row_is_the_same_bits_in_any_batch(level: str, kind: str, int8_inputs:
                 assert torch.equal(y, expected[first : first + rows])
 
 
+@pairwise(level=NATIVE, kind=("Q4_0", "Q4_K", "Q5_K", "Q6_K"), int8_inputs=(False, True))
+def test_codes_that_take_more_bits_give_the_same_results(level: str, kind: str, int8_inputs: bool) -> None:
+    kernels = make_kernels(level)
+    weight = random_weight(kind, 100, 512, torch.bfloat16, int8_inputs=int8_inputs)
+    layer, wide = (kernels.pack_linear(each, None) for each in (weight, replace(weight, bits=8)))
+    assert layer.packed_bytes < wide.packed_bytes
+    for tokens in TOKENS:
+        x = torch.randn(tokens, 512).bfloat16()
+        assert torch.equal(kernels.linear(x, layer, torch.float32), kernels.linear(x, wide, torch.float32))
+
+
 @pairwise(implementation=CPU, kind=KINDS, int8_inputs=(False, True))
 def test_a_broken_token_stays_alone(implementation: str, kind: str, int8_inputs: bool) -> None:
     kernels = make_kernels(implementation)
