@@ -19,8 +19,8 @@ from spreading import Spreading, in_order, prepare, tell
 from watched import watched
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-"""Threads of torch wait asleep, in processes that tests start as well. They would spin for those of another thread
-that does not run, because other tests have its core: small models took ten times the processor's time so."""
+"""Torch's threads wait asleep, in processes that tests start as well. Where another test has the core of one, the
+others would spin for it: tests of adapters by the reference on two threads took five times as much of the CPUs."""
 SLEEP_S_MAX = 0.02
 """An unmarked test may give way to another thread, not wait for the clock."""
 CHOICE = pytest.StashKey[str]()
