@@ -89,7 +89,7 @@ Int32Array = NDArray[np.int32]
 
 def pack_int32(values: Int32Array | Sequence[int]) -> bytes:
     """Return the values as little-endian int32 bytes. Single msgpack integers would cost 60 times as much."""
-    return np.ascontiguousarray(values, dtype="<i4").tobytes()
+    return np.ascontiguousarray(values, dtype="<i4").tobytes() if len(values) else b""
 
 
 def unpack_int32(data: bytes, columns: int = 0) -> Int32Array:

@@ -120,6 +120,8 @@ class Application(FastAPI):
         super().__init__(**options)
         self.straight: dict[str, Callable[[Request], Awaitable[Response]]] = {}
         """Endpoints of POST requests that need nothing of FastAPI, by their paths."""
+        self.service: RouterService
+        """What endpoints work with, set before the first request."""
         self.layers: ASGIApp = self.answer
         """The outermost layer."""
 
@@ -142,9 +144,16 @@ class Application(FastAPI):
         await response(scope, receive, send)
 
 
-def create_app(service: RouterService) -> Application:
-    """Return the application of a service; the service opens and closes with it."""
+async def _nothing() -> None:
+    pass
 
+
+def create_app(service: RouterService, opened: Callable[[], Awaitable[None]] = _nothing) -> Application:
+    """Return the application of a service; the service opens and closes with it.
+
+    Args:
+        opened: awaited when the service is open, before the first request.
+    """
     config, metrics = service.config, service.metrics
     metrics.tracer = start_tracing(config.otlp_endpoint, "router", f"router-{config.number}", config.trace_sample)
     page = MetricsPage(metrics, config.metrics_path, config.number, config.routers)
@@ -157,6 +166,7 @@ def create_app(service: RouterService) -> Application:
         runner.open()
         try:
             async with page.open():
+                await opened()
                 yield
         finally:
             await runner.close()
@@ -177,7 +187,7 @@ def create_app(service: RouterService) -> Application:
             Exception: _on_failure,
         },
     )
-    app.state.service = service
+    app.service = app.state.service = service
     app.state.seen_names = SeenNames()
     runner = TaskRunner(service, {BATCH_PREFIX: BatchHandler(app), BACKGROUND_PREFIX: BackgroundHandler(app)})
     app.state.dashboard = dashboard

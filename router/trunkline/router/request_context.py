@@ -13,7 +13,7 @@ any router, gets the same text and the same ids.
 from __future__ import annotations
 
 import hashlib
-import secrets
+import os
 import time
 from collections import Counter
 from contextlib import AbstractContextManager
@@ -150,7 +150,7 @@ def request_name() -> bytes:
 def draw_bytes(purpose: str, size: int) -> bytes:
     """Return up to 64 random bytes. A request that is repeated with its `Idempotency-Key` gets the same ones."""
     random = _current.get().random
-    return secrets.token_bytes(size) if random is None else random.draw(purpose, size)
+    return os.urandom(size) if random is None else random.draw(purpose, size)
 
 
 def draw_hex(purpose: str, size: int) -> str:

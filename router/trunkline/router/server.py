@@ -22,14 +22,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import re
 import resource
 import signal
 import socket
 import stat
-from collections.abc import Awaitable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from http import HTTPStatus
+from itertools import chain
 from typing import Any, Final
 
 import msgspec
@@ -41,7 +43,7 @@ from uvicorn.server import ServerState
 from trunkline.router.app import create_app
 from trunkline.router.config import RouterConfig
 from trunkline.router.http.answers import BODY_OUTLET
-from trunkline.router.http.body import IS_WHOLE, bound_heap
+from trunkline.router.http.body import TAKE_BODY, bound_heap
 from trunkline.router.service import RouterService
 from trunkline.router.stores.file_store import PART_BYTES
 from trunkline.router.text.tokenizer import Tokenizer
@@ -113,6 +115,12 @@ class _BodyOutlet:
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
+def _take_body(cycle: RequestResponseCycle) -> bytes:
+    """Return what has arrived of a request's body and was not received yet, once."""
+    body, cycle.body = bytes(cycle.body), bytearray()
+    return body
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol with limits."""
 
@@ -163,10 +171,12 @@ class BoundedProtocol(HttpToolsProtocol):
         """Check the headers as a whole, and let the request begin."""
         self._in_headers = False
         # Headers that arrive in one piece of data, of up to 256 KiB, are counted nowhere else.
-        self._limit_headers(len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers))
+        size = len(self.url) + sum(map(len, chain.from_iterable(self.headers))) + 4 * len(self.headers)
+        self._limit_headers(size)
         if self._is_refused:
             return
-        self._take_authority()
+        if not self.url.startswith(b"/") and b"://" in self.url:
+            self._take_authority()
         limits = self.server_state.limits
         is_file = self.url.partition(b"?")[0] == _UPLOADS
         self._wait((limits.file_s if is_file else limits.body_s) * _BODY_MARGIN)
@@ -180,10 +190,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _take_authority(self) -> None:
         """Replace the `Host` header by the host of a whole URL (`GET http://host/path`): that one counts (RFC 9112
         §3.2.2), and later code reads the header only."""
-        _, is_whole, rest = self.url.partition(b"://")
-        if self.url.startswith(b"/") or not is_whole:
-            return
-        given = b"host", _AUTHORITY_END.split(rest, maxsplit=1)[0]
+        given = b"host", _AUTHORITY_END.split(self.url.partition(b"://")[2], maxsplit=1)[0]
         self.headers[:] = [given if name == b"host" else (name, value) for name, value in self.headers]
         if given not in self.headers:
             self.headers.append(given)
@@ -197,7 +204,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Stop the timer: the request is complete."""
         self._wait(None)
         if not self._is_refused:
-            self.scope[IS_WHOLE] = True  # type: ignore[typeddict-unknown-key]
+            self.scope[TAKE_BODY] = functools.partial(_take_body, self.cycle)  # type: ignore[typeddict-unknown-key]
             super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
@@ -382,20 +389,15 @@ def make_server(service: RouterService, meet_seconds_max: float = 0.0) -> _Serve
     Args:
         meet_seconds_max: how long to wait for a controller that is ready before connections are accepted.
     """
-    app, config = create_app(service), service.config
+    config = service.config
 
-    def app_that_waits(scope: Any, receive: Any, send: Any) -> Awaitable[None]:
-        async def send_when_ready(message: Any) -> None:
-            if message["type"] == "lifespan.startup.complete":
-                await _meet(service, meet_seconds_max)
-                report_status(service.config.status_path, "ready")
-            await send(message)
-
-        return app(scope, receive, send_when_ready if scope["type"] == "lifespan" else send)
+    async def opened() -> None:
+        await _meet(service, meet_seconds_max)
+        report_status(config.status_path, "ready")
 
     return _Server(
         uvicorn.Config(
-            app_that_waits,
+            create_app(service, opened),
             interface="asgi3",
             http=BoundedProtocol,
             proxy_headers=False,  # nothing reads the client's address or the scheme

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -83,15 +82,12 @@ async def completions(request: Request) -> Response:
     service = check_model(service, body.model)
     if len(body.prompts) > 1:  # the rows of a single one are checked with all else that it asks for
         check_choices(len(body.prompts), decoding_of(body, service.limits.max_rows))
-    _check_one_prompt(body)
-    with ExitStack() as work:
-        turn = None
+        _check_several(body)
+    batch, turn, is_streamed = PromptBatch(), None, False
+    try:
         if body.session_id is not None and is_stored(body.session_id):
             turn = await while_connected(request, open_turn(service, body, body.session_id, "text"))
-            work.callback(turn.close)
             service = turn.service
-        batch = PromptBatch()
-        work.callback(batch.close)
         jobs = await _jobs(service, body, turn)
         if len(jobs) == 1:  # which is sent at once
             await batch.submit(service, jobs, arrived_at)
@@ -101,17 +97,26 @@ async def completions(request: Request) -> Response:
         if not body.stream:
             return await while_connected(request, answer.whole())
         await while_connected(request, batch.begin())
-        return EventStream(work.pop_all(), answer.events(request.scope.get(BODY_OUTLET)))
+        is_streamed = True
+        return EventStream(answer, answer.events(request.scope.get(BODY_OUTLET)))
+    finally:
+        if not is_streamed:
+            _close(batch, turn)
 
 
-def _check_one_prompt(body: CompletionRequest) -> None:
+def _close(batch: PromptBatch, turn: SessionTurn | None) -> None:
+    """End what a request holds. May be called again."""
+    batch.close()
+    if turn is not None:
+        turn.close()
+
+
+def _check_several(body: CompletionRequest) -> None:
     """Refuse several prompts where a parameter is available for a single prompt only.
 
     Raises:
         ApiError: 400, naming the parameter.
     """
-    if len(body.prompts) <= 1:
-        return
     if body.truncation is not None and body.truncation.policy() is not None:
         raise bad_value("truncation", "`truncation` is available for a single `prompt` only")
     if body.drop:
@@ -186,6 +191,10 @@ class _CompletionAnswer:
         self._names = token_names(self._vocabulary, body)
         self._count = body.alternatives
         self._prompt_only = body.max_tokens == 0
+
+    def close(self) -> None:
+        """End what the request holds. May be called again."""
+        _close(self._batch, self._turn)
 
     # -- whole
 

@@ -135,7 +135,8 @@ class PromptBatch:
             self.close()
             raise
         finally:
-            await _end_all(tasks)
+            if tasks:
+                await _end_all(tasks)
 
     async def collect(self) -> list[list[Collected]]:
         """Return the whole choices of each prompt.

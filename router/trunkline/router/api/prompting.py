@@ -35,6 +35,7 @@ from trunkline.router.text.remembered_prompts import RememberedPrompt
 from trunkline.router.text.token_ids import TokenIds
 from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
 from trunkline.router.text.truncation import (
+    NO_CUT,
     CutError,
     RetentionPolicy,
     TokenSpan,
@@ -273,7 +274,9 @@ async def chat_job(
     else:
         remembered = await remembered_prompt(service, body, text, plan, fits=policy is None)
         tokens = await _tokens(service, body, text, policy, "messages") if remembered is None else remembered.ids
-    discards = _discards(body, turn) if edited is None else edited.drops
+    discards: tuple[TokenSpan, ...] = () if edited is None else edited.drops
+    if edited is None and turn is not None:
+        discards = _discards(body, turn)
     head = 0
     if policy is not None and policy.keep_instructions:
         context = service.limits.max_context
@@ -299,21 +302,19 @@ async def completion_job(
         tokens = await _tokens(service, body, given, policy, "prompt")
     else:
         tokens = given if body.prompt_slice is None else given[body.prompt_slice]
-    discards = _discards(body, turn)
+    discards = () if turn is None else _discards(body, turn)
     if body.drop:
         check_left_out(body)
         discards = dropped_tokens(body.drop, len(tokens))
     return _job(service, body, _Encoded(tokens, discards), policy, turn)
 
 
-def _discards(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -> tuple[TokenSpan, ...]:
+def _discards(body: ChatRequest | CompletionRequest, turn: SessionTurn) -> tuple[TokenSpan, ...]:
     """Return what a stored session leaves out of its history.
 
     Raises:
         ApiError: 400, the request leaves parts of it out itself.
     """
-    if turn is None:
-        return ()
     if body.drop:
         raise bad_value("drop", "`drop` is not available in a stored session; use `POST /v1/sessions/ID/discard`")
     return turn.discards
@@ -398,8 +399,10 @@ def _job(
             code="context_length_exceeded",
         )
     tokens, room = encoded.tokens, room_for(wanted, context)
-    with prompt_errors(source):
-        cut = plan_cut(len(tokens), context, room, policy, head=encoded.head, discards=encoded.discards)
+    cut = NO_CUT
+    if policy is not None or encoded.discards:
+        with prompt_errors(source):
+            cut = plan_cut(len(tokens), context, room, policy, head=encoded.head, discards=encoded.discards)
     if cut.drops:
         for name in ("prompt_logprobs", "echo"):
             value = getattr(body, name, None)
@@ -439,7 +442,7 @@ def job_for(
         prompt,
         service.limits,
         draw_seed,
-        bad_words=bad_word_ids(body.bad_words, encode),
+        bad_words=bad_word_ids(body.bad_words, encode) if body.bad_words else [],
         tools=tools,
         predicted=encode(body.prediction.text) if body.prediction is not None else (),
     )

@@ -27,7 +27,7 @@ _log = structlog.get_logger("trunkline.router.api")
 
 def service_of(request: Request) -> RouterService:
     """Return the service of the application that received a request."""
-    service = request.app.state.service
+    service = request.scope["app"].service
     assert isinstance(service, RouterService)
     return service
 

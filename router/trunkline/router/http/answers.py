@@ -128,7 +128,7 @@ class _Watch:
         self.has_left = False
         self._is_over = False
         self._task = task
-        self._watcher = asyncio.ensure_future(_disconnected(receive))
+        self._watcher = task.get_loop().create_task(_disconnected(receive))
         self._watcher.add_done_callback(self._leave)
 
     def end(self) -> None:

@@ -30,8 +30,8 @@ BODIES_AT_ONCE: Final = 16
 """Largest number of bodies of the largest size that may be in memory at once."""
 _HELD: Final = "trunkline.body_bytes"
 """Key in a request's scope, for the number of bytes that the request counts for in `LargeRequests.bytes_held`."""
-IS_WHOLE: Final = "trunkline.is_whole"
-"""Key in a request's scope that is there once its body has arrived."""
+TAKE_BODY: Final = "trunkline.take_body"
+"""Key in a request's scope, once its body has arrived: a function that returns what `receive` did not give out."""
 _TRIM_BYTES: Final = 1 << 20
 """Smallest size in bytes of a request after which memory is given back to the system."""
 _TRIM_DELAY_S: Final = 0.5
@@ -143,9 +143,14 @@ async def read_body(request: Request, bytes_max: int) -> bytes:
     length = headers_of(request.scope).get("content-length", "")
     if length.isdigit() and int(length[:18]) > bytes_max:
         raise _too_large(bytes_max)
-    if IS_WHOLE in request.scope:  # there is nothing to wait for
-        return await _received(request, bytes_max)
-    seconds_max: float = request.app.state.service.config.body_seconds
+    take: Callable[[], bytes] | None = request.scope.pop(TAKE_BODY, None)
+    if take is not None:  # there is nothing to wait for
+        body = take()
+        if len(body) > bytes_max:
+            raise _too_large(bytes_max)
+        _large_requests(request).hold(request.scope, len(body))
+        return body
+    seconds_max: float = request.scope["app"].service.config.body_seconds
     try:
         async with asyncio.timeout(seconds_max):
             return await _received(request, bytes_max)
@@ -168,6 +173,7 @@ async def _received(request: Request, bytes_max: int) -> bytes:
         large.hold(request.scope, size)
         chunks.append(chunk)
         is_complete = not message.get("more_body", False)
+    request.scope.pop(TAKE_BODY, None)  # set meanwhile: nothing is left to take
     return b"".join(chunks)
 
 
@@ -176,7 +182,7 @@ def _too_large(bytes_max: int) -> ApiError:
 
 
 def _large_requests(request: Request) -> LargeRequests:
-    large = request.app.state.service.large_requests
+    large = request.scope["app"].service.large_requests
     assert isinstance(large, LargeRequests)
     return large
 
@@ -243,7 +249,8 @@ def validate(model: type[_Model], fields: dict[str, Any]) -> _Model:
         ApiError: 400 naming the first parameter that is wrong.
     """
     try:
-        return model.model_validate(fields)
+        made: _Model = model.__pydantic_validator__.validate_python(fields)
+        return made
     except ValidationError as error:
         raise _to_api_error(error) from None
 
@@ -269,7 +276,7 @@ async def read_request(
 
     def parse() -> _Model:
         fields = to_object(body)
-        if "session_id" in model.model_fields and fields.get("session_id") is None:
+        if "session_id" in model.__pydantic_fields__ and fields.get("session_id") is None:
             label = session_header(request)
             if label is not None:
                 fields["session_id"] = label

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import functools
 import ipaddress
+import os
 import re
-import secrets
 import time
 import traceback
 from collections.abc import Callable
@@ -106,7 +106,7 @@ class RequestMiddleware:
         """ASGI entry point."""
         headers = headers_of(scope)
         given = headers.get("x-request-id", "")
-        request_id = given if _GOOD_ID.fullmatch(given) else secrets.token_hex(16)
+        request_id = given if _GOOD_ID.fullmatch(given) else os.urandom(16).hex()
         path = self._label(scope["path"])
         record, began, status = self._record(request_id, path, headers), time.monotonic(), 0
 

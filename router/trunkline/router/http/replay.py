@@ -103,11 +103,11 @@ class ReplayMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry point."""
-        key = None
-        if takes_key(scope["method"], scope["path"]):
-            key = headers_of(scope).get(_HEADER)
-        elif _is_upload(scope) and _HEADER in headers_of(scope):
-            send = _Copy(scope, None, send, self._room).send
+        key = headers_of(scope).get(_HEADER)
+        if key is not None and not takes_key(scope["method"], scope["path"]):
+            key = None
+            if _is_upload(scope):
+                send = _Copy(scope, None, send, self._room).send
         if key is None:
             await self._app(scope, receive, send)
             return

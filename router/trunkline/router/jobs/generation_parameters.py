@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from trunkline.router.jobs.drop_ranges import Drops
-from trunkline.router.jobs.hints import Hints, hints_of
+from trunkline.router.jobs.hints import NO_HINTS, Hints, hints_of
 from trunkline.router.jobs.late_model import LateModel
 from trunkline.router.jobs.parameter_table import row
 from trunkline.router.jobs.parameters import (
@@ -220,7 +220,7 @@ class SharedParameters(RequestBody):
     def hints(self) -> Hints:
         """What the client says about its next requests."""
         if self.nvext is None and self.agent_hints is None and self.agent_hint is None:
-            return Hints()
+            return NO_HINTS
         return hints_of(self.nvext, (self.agent_hints, self.agent_hint))
 
     @property

@@ -30,6 +30,9 @@ class Hints(NamedTuple):
     """Tokens that the answer will have; 0: not known."""
 
 
+NO_HINTS: Final = Hints()
+
+
 def hints_of(nvext: Any, others: Iterable[Any]) -> Hints:
     """Return what is understood of hints of any shape; the first source that says something counts.
 

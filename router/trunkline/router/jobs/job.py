@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, TypeVar
 
 import msgspec
@@ -185,13 +185,13 @@ def check_prompt(prompt: Prompt, limits: ModelLimits, param: str) -> None:
         check_ids(prompt.tokens, limits.vocab_size, param)
 
 
-def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
+def check_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
     """Refuse token ids outside the vocabulary.
 
     Raises:
         ApiError: 400 with the id.
     """
-    if type(ids) is TokenIds and ids.are_below(vocab_size):
+    if not ids or (type(ids) is TokenIds and ids.are_below(vocab_size)):
         return
     bad = next((token for token in ids if not 0 <= token < vocab_size), None)
     if bad is not None:

@@ -46,7 +46,7 @@ class ServedModel:
         self.remembered = RememberedPrompts(memory, config.name, tokenizer)
         """The prompts of its conversations."""
         self._max_context = config.max_context
-        self._limits: tuple[list[State], ModelLimits] | None = None
+        self._limits: tuple[list[tuple[int, int]], ModelLimits] | None = None
         """The limits, with the reports from which they were made."""
 
     @functools.cached_property
@@ -67,21 +67,25 @@ class ServedModel:
         Args:
             links: the connections to the groups that serve the model.
         """
-        states = [link.state for link in links if link.state is not None and not link.problem]
-        if self._limits is None or self._limits[0] != states:
-            self._limits = states, self._limits_by(states)
+        sizes = [
+            (link.state.max_context, link.state.max_rows)
+            for link in links
+            if link.state is not None and not link.problem
+        ]
+        if self._limits is None or self._limits[0] != sizes:
+            self._limits = sizes, self._limits_by(sizes)
         return self._limits[1]
 
-    def _limits_by(self, states: list[State]) -> ModelLimits:
+    def _limits_by(self, sizes: list[tuple[int, int]]) -> ModelLimits:
         contexts = [self._max_context or self.tokenizer.files.max_context]
-        if capacity := [state.max_context for state in states if state.max_context > 0]:
+        if capacity := [context for context, _ in sizes if context > 0]:
             contexts.append(max(capacity))
         return ModelLimits(
             max_context=min(contexts),
             vocab_size=self.tokenizer.vocab_size,
             eos_ids=self.tokenizer.eos_ids,
             defaults=self.tokenizer.files.defaults,
-            max_rows=max((state.max_rows for state in states), default=0),
+            max_rows=max((rows for _, rows in sizes), default=0),
         )
 
 

@@ -456,7 +456,7 @@ def submission(job: Job, request: int) -> Submit:
         beam=job.decoding.beam,
         priority=job.priority,
         grammar=job.grammar,
-        drops=job.packed_drops(),
+        drops=job.packed_drops() if job.cut.drops else b"",
         ttl=job.ttl,
         layout=None if job.modules is None else job.modules.layout,
         tenant=job.tenant,

@@ -217,9 +217,11 @@ class TenantBook:
         if tenant.minute_requests is not None:
             tenant.minute_requests.take(1, now)
         tenant.running += 1
-        self.touch(tenant)
+        if self._shared is not None:
+            self.touch(tenant)
         self._idle.pop(name, None)
-        self._forget_idle()
+        if len(self._tenants) > self._tenants_max:
+            self._forget_idle()
         return Meter(self, tenant)
 
     def leave(self, tenant: _Tenant) -> None:

@@ -56,7 +56,7 @@ class PromptCut(msgspec.Struct, frozen=True):
     @property
     def dropped_tokens(self) -> int:
         """Number of the prompt's tokens that are left out."""
-        return span_tokens(self.drops)
+        return span_tokens(self.drops) if self.drops else 0
 
     @property
     def left_out_tokens(self) -> int:
@@ -72,6 +72,9 @@ class PromptCut(msgspec.Struct, frozen=True):
             begin = stop
         left += tokens[begin:]
         return left, PromptCut((), self.asked, self.left_out_tokens)
+
+
+NO_CUT: Final = PromptCut()
 
 
 class CutError(PromptError):
