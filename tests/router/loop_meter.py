@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
@@ -40,7 +41,6 @@ class LoopMeter:
         self.step = ""
         """What that was."""
         self._over = False
-        self._last = threading.local()
 
     async def beat(self) -> None:
         """Measure turns, in the loop to measure."""
@@ -52,15 +52,26 @@ class LoopMeter:
             before = now
 
     def profile(self, frame: FrameType, event: str, arg: Any) -> None:
-        """Python's profiler, in every thread that is started from now on."""
-        if not threading.current_thread().name.startswith(_THREADS):
-            return
-        now = time.thread_time()
-        name = getattr(arg, "__name__", "") if event.startswith("c_") else frame.f_code.co_name
-        took = now - getattr(self._last, "time", now)
-        if took > self.step_s and not (event.endswith("return") and name in _WITHOUT_LOCK):
-            self.step_s, self.step = took, f"{event} of {name} in {frame.f_code.co_qualname}:{frame.f_lineno}"
-        self._last.time = time.thread_time()
+        """Python's profiler, in every thread that is started from now on, until it is known whose thread it is."""
+        of_router = threading.current_thread().name.startswith(_THREADS)
+        sys.setprofile(self._watch() if of_router else None)
+
+    def _watch(self) -> Callable[[FrameType, str, Any], None]:
+        """Return the profiler of one thread. It is called millions of times for one request."""
+        clock, last = time.thread_time, time.thread_time()
+
+        def watch(frame: FrameType, event: str, arg: Any) -> None:
+            nonlocal last
+            now = clock()
+            if now - last > self.step_s:
+                name = getattr(arg, "__name__", "") if event.startswith("c_") else frame.f_code.co_name
+                if not (event.endswith("return") and name in _WITHOUT_LOCK):
+                    self.step_s = now - last
+                    self.step = f"{event} of {name} in {frame.f_code.co_qualname}:{frame.f_lineno}"
+                now = clock()
+            last = now
+
+        return watch
 
     def reset(self) -> None:
         """Forget what was."""
