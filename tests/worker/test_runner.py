@@ -82,7 +82,7 @@ def test_plans_are_copied_lazily(folder: Path) -> None:
     runner = Runner.load(run_config(folder), lambda *_: None)
     driver = Driver(runner.execute, num_blocks=64, chunk_size=8)
     stream = driver.add(prompt(8), GREEDY)
-    driver.run([stream], 33)
+    driver.run([stream], 33, piece=8)
     counters = runner.kernels.counters
     # 32 decoded tokens in four blocks of 8; the runner drew the first from the prefill.
     assert counters.calls["decode_attention"] == 2 * 32

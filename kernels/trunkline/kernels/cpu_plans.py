@@ -85,7 +85,7 @@ class CpuDecodeWork:
         self.entry_query = self.turns = NONE
         entries = int(words[WORK_ENTRIES])
         shift = words[words[WORK_ENTRY_SHIFT] :][:entries]
-        moved = np.flatnonzero(shift)
+        moved = shift.nonzero()[0]
         if not len(moved):
             return
         # Entries of one row with the same shift use the same turned query.

@@ -73,7 +73,10 @@ class ChunkFormat:
 
     @property
     def row_bytes(self) -> int:
-        return sum(numbers.size for numbers in self.row)
+        total = 0
+        for numbers in self.row:
+            total += numbers.count * NUMBER_BYTES[numbers.dtype]
+        return total
 
     @property
     def head_bytes(self) -> int:

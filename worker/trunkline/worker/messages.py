@@ -100,7 +100,7 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
             or self.grammar != 0
-            or any(len(word) > 1 for word in self.bad_words)
+            or (bool(self.bad_words) and max(map(len, self.bad_words)) > 1)
         )
 
 

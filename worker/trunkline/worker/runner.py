@@ -73,13 +73,13 @@ class Runner:
     ) -> None:
         """Make a runner of parts that exist; `load` makes the parts."""
         self._config = config
-        self._decoder = decoder
-        self._group = group
+        self._decoder, self._group = decoder, group
         self.kernels = kernels
         device = decoder.pool.data.device
         self._sequences = SequenceTable(self.num_blocks, self.window)
+        live, enters = kernels.name != "reference", kernels.name == "cpu"
         self._batches = BatchBuilder(
-            self._sequences, config.chunk_size, device, live=kernels.name != "reference", window=self.window
+            self._sequences, config.chunk_size, device, live=live, window=self.window, enters=enters
         )
         self._searches = BeamSearches()
         shard = decoder.shard

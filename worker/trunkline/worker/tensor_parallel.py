@@ -61,6 +61,8 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 """File with an id that is the same for all processes on one kernel, in whatever container they run."""
 
 _T = TypeVar("_T")
+COLLECTIVE_ERRORS: Final = (PeerGoneError, CollectiveMismatchError)
+"""What native code raises that sums over ranks; `of_collective` says what it means here."""
 
 log = structlog.get_logger()
 
@@ -182,7 +184,7 @@ class TensorParallel:
             # Dozens of times per step: no context manager here.
             try:
                 self._shared.all_reduce(tensor)
-            except (PeerGoneError, CollectiveMismatchError) as error:
+            except COLLECTIVE_ERRORS as error:
                 raise of_collective(error, self.backend) from error
         elif self._symmetric is not None and self._symmetric.add(tensor):
             return tensor
@@ -195,14 +197,6 @@ class TensorParallel:
     def shared_handle(self) -> int:
         """Handle of the group in the compiled library; 0 if sums do not go through shared memory."""
         return self._shared.handle if self._shared is not None else 0
-
-    @contextmanager
-    def translated_errors(self) -> Iterator[None]:
-        """Turn what native code that sums over `shared_handle` raises into this worker's exceptions."""
-        try:
-            yield
-        except (PeerGoneError, CollectiveMismatchError) as error:
-            raise of_collective(error, self.backend) from error
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return every rank's tensor on every rank, `[size, *tensor.shape]`."""

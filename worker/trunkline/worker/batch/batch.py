@@ -125,7 +125,10 @@ class ForwardBatch:
     @property
     def logits_rows(self) -> int:
         """Number of rows whose logits are needed."""
-        return self.sampled_rows + sum(len(entry.targets) for entry in self.scored)
+        rows = len(self.samples) - len(self.fork_rows)
+        for entry in self.scored:
+            rows += len(entry.targets)
+        return rows
 
     @property
     def children(self) -> list[BatchSequence]:
@@ -142,14 +145,24 @@ class BatchBuilder:
     """Builds the batch of each step; keeps the decode rows between steps."""
 
     def __init__(
-        self, sequences: SequenceTable, chunk_size: int, device: torch.device, *, live: bool, window: int = 0
+        self,
+        sequences: SequenceTable,
+        chunk_size: int,
+        device: torch.device,
+        *,
+        live: bool,
+        window: int = 0,
+        enters: bool = False,
     ) -> None:
         """
         Args:
             live: Whether the kernels execute live plans; else plans are made from nothing.
             window: `ModelConfig.window`.
+            enters: Whether prompts of which only the last token is to be computed are decode rows at once. It is
+                untried where graphs run decode rows.
         """
         self._window = window
+        self._enters = enters
         self._sequences = sequences
         self._chunk_size = chunk_size
         self._device = device
@@ -167,19 +180,28 @@ class BatchBuilder:
         """
         rebuilt = self._update_rows(plan)
         drafted = DraftRows.of(self._rows, plan.drafts) if plan.drafts else None
+        entries = unpack_int32(plan.prefill, columns=5) if plan.prefill else None
+        may_enter = self._enters and drafted is None and not plan.forks
+        entering = self._entering(entries) if may_enter and entries is not None else None
         rows = self._rows if drafted is None else drafted.sequences
-        num_rows = len(rows)
+        if entering:
+            rows = rows + entering
+            self._decode.rows_changed()
+        num_rows, decode = len(rows), None
         if num_rows:
-            self._decode.step(self._rows, self._runs, drafted)
+            self._decode.step(self._rows if drafted is not None else rows, self._runs, drafted)
+            decode = self._decode.plan
         prefill = None
-        if plan.prefill:
-            prefill = _Prefill(unpack_int32(plan.prefill, columns=5), self._sequences, self._chunk_size)
+        if entering:
+            self._decode.rows_changed()  # the next plan says which of them go on
+        elif entries is not None:
+            prefill = _Prefill(entries, self._sequences, self._chunk_size)
         positions, slots = (self._decode.positions, self._decode.slots) if num_rows else (_NO_ROWS, _NO_ROWS)
         samples, state_rows = rows, None
         fork_rows: tuple[int, ...] = ()
         scored: tuple[ScoredPrompt, ...] = ()
         pooled: tuple[PooledPiece, ...] = ()
-        prefill_samples = False
+        prefill_samples = bool(entering)
         if prefill is not None:
             positions = np.concatenate([positions, *prefill.positions])
             slots = np.concatenate([slots, *prefill.slots])
@@ -202,7 +224,7 @@ class BatchBuilder:
             inputs=partial(self._inputs, rows, drafted, prefill, positions),
             num_rows=num_rows,
             write=WritePlan(self._chunk_size, slots),
-            decode=self._decode.plan if num_rows else None,
+            decode=decode,
             prefill=prefill.plan(self._chunk_size, self._window) if prefill is not None else None,
             samples=samples,
             samples_changed=changed,
@@ -214,6 +236,20 @@ class BatchBuilder:
             adapters=self._adapters(rows, prefill) if self._sequences.adapted else None,
             device=self._device,
         )
+
+    def _entering(self, entries: Int32Array) -> list[BatchSequence] | None:
+        """Return the sequences of a plan's prefill entries, in order, if each entry is what a decode row is: the
+        last known token, which is stored and drawn from. That is so of prompts that are cached but for this token.
+        None: some entry is more."""
+        found = []
+        for sequence_id, start, count, write_from, sample in entries.tolist():
+            sequence = self._sequences[sequence_id]
+            sampling, is_last = sequence.sampling, start + count == sequence.known
+            is_row = count == 1 and sample and write_from <= start and is_last and sequence.beam_position is None
+            if not is_row or sampling.prompt_logprobs >= 0 or sampling.pooling:
+                return None
+            found.append(sequence)
+        return found
 
     @staticmethod
     def _adapters(rows: list[BatchSequence], prefill: _Prefill | None) -> AdapterRows | None:
@@ -253,10 +289,7 @@ class BatchBuilder:
         positions: Int32Array,
     ) -> tuple[Int32Array, Int32Array]:
         """Return the ids and positions of a step's tokens."""
-        if drafted is not None:
-            ids = drafted.ids
-        else:
-            ids = np.fromiter((row.tokens[-1] for row in rows), dtype=np.int32, count=len(rows))
+        ids = drafted.ids if drafted is not None else np.array([row.tokens[-1] for row in rows], dtype=np.int32)
         if prefill is not None:
             ids = np.concatenate([ids, *prefill.ids])
         return ids, positions

@@ -214,24 +214,24 @@ class LiveRows:
             np.where(came_from >= 0, (before_lengths + np.int32(1))[came_from], 0) if len(known) else place * 0
         )
         kept = came_from >= 0
-        self._behind, before_behind = np.zeros_like(lengths), self._behind
+        self._behind, before_behind = np.zeros(len(rows), dtype=np.int32), self._behind
         self._behind[kept] = before_behind[came_from[kept]]
-        for index in np.flatnonzero((came_from < 0) & (place == 0)).tolist():
+        for index in ((came_from < 0) & (place == 0)).nonzero()[0].tolist():
             self._tell_whole(index, changes)
         for key in known.keys() - keys.keys():
             if not key & 0xFFFFFFFF:
                 del self._told[key >> 32]
         self._tell_tables(changes)
-        for index in np.flatnonzero(kept & (place == 0) & (expected != lengths)).tolist():
+        for index in (kept & (place == 0) & (expected != lengths)).nonzero()[0].tolist():
             changes += (LENGTH, index, self._seen(index))
-        for index in np.flatnonzero(place).tolist():
+        for index in place.nonzero()[0].tolist():
             self._behind[index] = self._behind[index - places[index]]
             changes += (LIKE, index, index - places[index], self._seen(index))
         if len(known):
             self.positions = self.positions[came_from] + np.int32(1)
             self.slots = self.slots[came_from] + np.int32(1)
         else:
-            self.positions, self.slots = np.zeros_like(lengths), np.zeros_like(lengths)
+            self.positions, self.slots = np.zeros((2, len(rows)), dtype=np.int32)
         self._find_slots((came_from < 0) | (expected != lengths) | (self.slots % self._chunk_size == 0))
         return changes
 
@@ -243,7 +243,7 @@ class LiveRows:
         """
         moved[self._fresh] = True
         chunk_size = self._chunk_size
-        for index in np.flatnonzero(moved).tolist():
+        for index in moved.nonzero()[0].tolist():
             row, last = self._rows[index], int(self._lengths[index]) - 1
             table_start, first, base, start = row.layout.opening
             entry, offset = divmod(first + last - start, chunk_size)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Final
 
@@ -226,7 +227,7 @@ class SequenceTable:
         if not plan.blocks:
             return  # as in most steps
         entries = unpack_int32(plan.blocks, columns=3)
-        self._check_blocks(entries[:, 2], 0)
+        self._check_blocks(entries[:, 2].tolist(), 0)
         for sequence, index, block in entries.tolist():
             self[sequence].set_block(index, block)
 
@@ -243,13 +244,13 @@ class SequenceTable:
     def _add(self, sequence: BatchSequence) -> None:
         if sequence.id in self._by_id:
             raise PlanError(f"sequence {sequence.id} joins, but is here already")
-        self._check_blocks(np.array(sequence.blocks, dtype=np.int32), self._least_joined)
+        self._check_blocks(sequence.blocks, self._least_joined)
         self._by_id[sequence.id] = sequence
         self.adapted += bool(sequence.adapter)
 
-    def _check_blocks(self, blocks: Int32Array, least: int) -> None:
-        if len(blocks) and not (blocks.min() >= least and blocks.max() < self._pool_blocks):
-            raise PlanError(f"blocks {blocks.min()} to {blocks.max()} named; the pool has {self._pool_blocks}")
+    def _check_blocks(self, blocks: Sequence[int], least: int) -> None:
+        if blocks and not (min(blocks) >= least and max(blocks) < self._pool_blocks):
+            raise PlanError(f"blocks {min(blocks)} to {max(blocks)} named; the pool has {self._pool_blocks}")
 
 
 def entries_behind(sequences: list[BatchSequence], positions: Int32Array, window: int, size: int) -> Int32Array:

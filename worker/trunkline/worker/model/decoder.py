@@ -24,7 +24,7 @@ from trunkline.worker.batch.batch import ForwardBatch
 from trunkline.worker.model.model_config import Shard
 from trunkline.worker.model.step_program import compile_step
 from trunkline.worker.model.weights import Weights
-from trunkline.worker.tensor_parallel import TensorParallel
+from trunkline.worker.tensor_parallel import COLLECTIVE_ERRORS, TensorParallel, of_collective
 from trunkline.worker.tiers.copy_lane import StepGate
 
 
@@ -70,7 +70,7 @@ class Decoder:
         end = len(program.ops) if rows else self._states_end
         if not batch.needs_states:  # then the last layer's KV is all that is wanted of it
             end = self._stores[-1] + 1
-        with self._group.translated_errors():
+        try:
             runner.begin(batch)
             start = 0 if gate is None else self._run_gated(gate)
             if take_states is not None and batch.needs_states:
@@ -78,6 +78,8 @@ class Decoder:
                 take_states(runner.value(program.states))
                 start = self._states_end
             runner.run(start, end)
+        except COLLECTIVE_ERRORS as error:  # of native code that sums over ranks
+            raise of_collective(error, self._group.backend) from error
         return runner.value(program.logits) if rows else None
 
     def _run_gated(self, gate: StepGate) -> int:

@@ -45,14 +45,13 @@ LOGPROB_MIN: Final = -9999.0
 
 def is_plain_greedy(samples: list[BatchSequence]) -> bool:
     """Whether every row just takes its largest logit, so that ranks need not bring all logits together."""
-    return all(
-        s.sampling.temperature == 0
-        and s.sampling.logprobs < 0
-        and not s.sampling.logit_bias
-        and not s.sampling.needs_history
-        and not needs_mask(s.sampling, s.output_index)
-        for s in samples
-    )
+    for sequence in samples:
+        sampling = sequence.sampling
+        if sampling.temperature != 0 or sampling.logprobs >= 0 or sampling.logit_bias or sampling.needs_history:
+            return False
+        if needs_mask(sampling, sequence.output_index):
+            return False
+    return True
 
 
 def draws_plainly(samples: list[BatchSequence], *, limits: bool) -> bool:

@@ -141,9 +141,9 @@ class Copier:
         Args:
             copies: int32 `[n, 4]`, as in `Kernels.copy_blocks`.
         """
-        blocks = copies[:, :2]
-        if len(blocks) and 0 <= blocks.min() <= blocks.max() < len(self._touched.block_loads):
-            gate.waited_ns += self.loads.wait_for(int(self._touched.block_loads[blocks].max()))
+        blocks, loads = copies[:, :2].ravel().tolist(), self._touched.block_loads
+        if blocks and 0 <= min(blocks) <= max(blocks) < len(loads):
+            gate.waited_ns += self.loads.wait_for(max(loads[blocks].tolist()))
 
     def finish(self, gate: StepGate) -> None:
         """Note that the step has been computed: its fences are done for all later plans."""
@@ -174,7 +174,7 @@ class Copier:
         """
         touched = self._touched
         blocks, slots = self.host.begin_saves(moves)
-        behind = max(int(touched.slot_loads[slots].max()), int(touched.block_loads[blocks].max()))
+        behind = max(*touched.slot_loads[slots].tolist(), *touched.block_loads[blocks].tolist())
         waits = ((self.loads.gate, behind * self.host.layers),)
         is_late = kind == LATE_SAVE
         computed = (self._computed, gate.behind) if is_late and gate.tells_layers else None

@@ -81,8 +81,9 @@ class HostPool:
         """
         blocks, slots, generations = self._check(moves, distinct=1)
         held = self._generations[slots]
-        if (held > generations).any():
-            late = int(np.flatnonzero(held > generations)[0])
+        newer = (held > generations).nonzero()[0]
+        if len(newer):
+            late = int(newer[0])
             raise PlanError(
                 f"save to slot {slots[late]} with generation {generations[late]}: it holds generation {held[late]}"
             )
@@ -125,11 +126,11 @@ class HostPool:
     def _check(self, moves: Int32Array, *, distinct: int) -> tuple[Int32Array, Int32Array, Int32Array]:
         """Return blocks, slots and generations, checked, in the order of the slots."""
         for what, column, limit in (("block", 0, self._pool.blocks), ("slot", 1, self.capacity_slots)):
-            values = moves[:, column]
-            if len(values) and not 0 <= values.min() <= values.max() < limit:
-                raise PlanError(f"{what}s {values.min()} to {values.max()} moved; there are {limit}")
+            values = moves[:, column].tolist()
+            if values and not 0 <= min(values) <= max(values) < limit:
+                raise PlanError(f"{what}s {min(values)} to {max(values)} moved; there are {limit}")
             # Not by `np.unique`, whose first call imports much of NumPy: a rank checks moves before it is ready.
-            if column == distinct and len(set(values.tolist())) < len(values):
+            if column == distinct and len(set(values)) < len(values):
                 raise PlanError(f"a {what} is written twice by moves of one plan")
         if len(moves) > 1:
             moves = moves[np.argsort(moves[:, 1], kind="stable")]
