@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Final
 
 import msgspec
@@ -67,7 +68,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     §3.4); not with learned positions. If not, what remains behind a cut is computed again."""
 
 
-class EngineConfig(EngineLimits, frozen=True, kw_only=True):
+class EngineConfig(EngineLimits, frozen=True, kw_only=True, dict=True):
     """The configuration of the pure engine: the limits, and what the workers hold."""
 
     num_blocks: int
@@ -103,7 +104,7 @@ class EngineConfig(EngineLimits, frozen=True, kw_only=True):
         """Number of blocks for sequences that keep the KV of all layers."""
         return self.whole_blocks or self.num_blocks
 
-    @property
+    @cached_property
     def longest_sequence(self) -> int:
         """Largest number of tokens that a sequence can reach alone if it keeps all its KV: the model's limit or
         the whole pool."""
@@ -121,7 +122,7 @@ class EngineConfig(EngineLimits, frozen=True, kw_only=True):
             return 0
         return window_blocks(self.window, self.token_budget, self.chunk_size)
 
-    @property
+    @cached_property
     def longest_plain(self) -> int:
         """Largest number of tokens that a plain request of one sequence can reach alone: only the window of it
         need be in the pool."""

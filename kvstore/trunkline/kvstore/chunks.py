@@ -87,8 +87,17 @@ def blocks_for(token_count: int, chunk_size: int) -> int:
 Int32Array = NDArray[np.int32]
 
 
-def pack_int32(values: Int32Array | Sequence[int]) -> bytes:
-    """Return the values as little-endian int32 bytes. Single msgpack integers would cost 60 times as much."""
+any_of: Final = np.logical_or.reduce
+"""`any_of`, `all_of`, `least` and `largest` are `any()`, `all()`, `min()` and `max()` of an array of one dimension
+without the functions in Python by which NumPy's methods come to them, and which no cache holds behind a step."""
+all_of: Final = np.logical_and.reduce
+least: Final = np.minimum.reduce
+largest: Final = np.maximum.reduce
+
+
+def pack_int32(values: Int32Array | Sequence[int] | Sequence[tuple[int, ...]]) -> bytes:
+    """Return the values as little-endian int32 bytes, row by row. Single msgpack integers would cost 60 times as
+    much."""
     return np.ascontiguousarray(values, dtype="<i4").tobytes() if len(values) else b""
 
 

@@ -185,11 +185,12 @@ class KVCacheManager:
                 self.tree.release(node, plan.now)
             self.tree.release(anchor, plan.now, read)
             return Admission.NO_BLOCKS if has_fixed_part else None
-        sequence.stem = stem._replace(reserved=entries - later)
+        sequence.stem = Stem(*stem[:6], entries - later, stem.keeps_blocks)
         sequence.path = match.path
         self.tree.tiers.used(match.path[stem.behind :], plan.now)
         blocks = self._allocate(match, absent, needed, adopt, plan, later)
-        sequence.tails = [blocks.pop() for _ in range(tails)]
+        while len(sequence.tails) < tails:
+            sequence.tails.append(blocks.pop())
         sequence.resident = len(match.path) * self.chunk_size + match.partial_tokens
         self._insert_pending(sequence, blocks, plan.now)
         self._own(sequence, sequence.path)
@@ -224,16 +225,19 @@ class KVCacheManager:
             blocks.append(self.tree.remove(head))
         # Announce the reads first: making room may save chunks, which must not go into the slots that are read.
         far_head = head if head is not None and not adopt and not head.on_device else None
-        reads = [self.tree.read(node, plan) for node, _ in absent.loads]
+        loads = absent.loads
+        reads = [self.tree.read(node, plan) for node, _ in loads] if loads else []
         head_read = self.tree.read(far_head, plan) if far_head is not None else None
         wanted = needed - len(blocks)
         made = self.make_room(wanted, plan, wanted - later - absent.thin + len(absent.widened))
         assert made
-        for (node, layers), read in zip(absent.loads, reads, strict=True):
+        for (node, layers), read in zip(loads, reads, strict=True):
             absent.give_memory(self.tree, self.pool, node, layers)
             self.tree.load(read, node.block, plan, layers)
-        blocks += [self.pool.allocate() for _ in range(wanted - len(absent.placed) - later)]
-        blocks += [self.pool.allocate_thin() for _ in range(later)]
+        for _ in range(wanted - len(absent.placed) - later):
+            blocks.append(self.pool.allocate())
+        for _ in range(later):
+            blocks.append(self.pool.allocate_thin())
         if head is None or adopt:
             return blocks
         if head_read is None:

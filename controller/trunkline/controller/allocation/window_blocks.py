@@ -28,21 +28,26 @@ class AbsentChunks(NamedTuple):
     def of(cls, tree: RadixCache, path: list[Node], behind: int) -> AbsentChunks:
         """Return what of a path must be loaded for a sequence that sees none of the first `behind` chunks in
         layers with a window."""
-        placed = dict.fromkeys((node for node in path[behind:] if not node.on_device), LoadedLayers.ALL)
-        if isinstance(tree, ThinCache):  # the other layers read all chunks
-            unseen = dict.fromkeys((node for node in path[:behind] if not node.on_device), LoadedLayers.PLAIN)
-            placed = unseen | placed
-        return cls(placed, list(dict.fromkeys(node for node in path[behind:] if tree.is_thin(node))))
+        placed = dict[Node, LoadedLayers]()
+        for node in path[behind:]:
+            if not node.on_device:
+                placed[node] = LoadedLayers.ALL
+        if not isinstance(tree, ThinCache):
+            return cls(placed, [])
+        # The other layers read all chunks.
+        unseen = dict.fromkeys((node for node in path[:behind] if not node.on_device), LoadedLayers.PLAIN)
+        return cls(unseen | placed, list(dict.fromkeys(node for node in path[behind:] if tree.is_thin(node))))
 
     @property
     def thin(self) -> int:
         """Number of the chunks that are loaded into thin blocks."""
-        return sum(layers is LoadedLayers.PLAIN for layers in self.placed.values())
+        return list(self.placed.values()).count(LoadedLayers.PLAIN)
 
     @property
     def loads(self) -> list[tuple[Node, LoadedLayers]]:
         """The chunks and the layers to load of each, the last chunk first."""
-        return [*((node, LoadedLayers.WINDOWED) for node in self.widened), *reversed(self.placed.items())]
+        loads = list(reversed(self.placed.items()))
+        return [*((node, LoadedLayers.WINDOWED) for node in self.widened), *loads] if self.widened else loads
 
     @staticmethod
     def give_memory(tree: RadixCache, pool: BlockPool, node: Node, layers: LoadedLayers) -> None:

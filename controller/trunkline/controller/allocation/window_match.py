@@ -115,7 +115,9 @@ def split_at_far(
         far = [node for index, node in wanted if not is_near(index, node)]
         found = PrefixMatch(Stem(stem.root, behind=behind), Match(match.path[:near], None, None, 0))
         return found, far, min(entries, load_entries) - near
-    near = next((i for i, node in enumerate(match.path) if not is_near(i, node)), entries)
+    near = 0
+    while near < entries and is_near(near, match.path[near]):
+        near += 1
     far = match.path[near:load_entries]
     if isinstance(tree, ThinCache):
         seen = enumerate(match.path[stem.behind : near], stem.behind)

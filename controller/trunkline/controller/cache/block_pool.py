@@ -117,23 +117,31 @@ class Fences:
 
     def ready_after(self, blocks: list[BlockId]) -> int:
         """Return the number of the plan whose loads must be done before these blocks are read; 0: none."""
-        step = max((int(self._block_loaded[block]) for block in blocks if block != NO_BLOCK), default=0)
+        step, loaded = 0, self._block_loaded[blocks].tolist() if blocks else ()
+        for block, loaded_by in zip(blocks, loaded, strict=True):
+            if loaded_by > step and block != NO_BLOCK:
+                step = loaded_by
         return step if step > self._loads_done else 0
 
     def reads(self, step: int) -> None:
         """Note that this plan reads blocks that the plan of `step` loads (see `ready_after`)."""
         self._load_fence = max(self._load_fence, step)
 
-    def close(self, step: int, taken: Iterable[BlockId], copied: list[BlockId]) -> tuple[int, int]:
+    def close(
+        self, step: int, taken: Iterable[BlockId], copies: list[tuple[int, int, int, int]]
+    ) -> tuple[int, int]:
         """Complete the plan of `step`.
 
         Args:
             taken: blocks that were free before the plan and that it, or its loads, write.
-            copied: sources and destinations of its copies.
+            copies: its copies between blocks, from the first of each to the second.
 
         Returns:
             its save fence and its load fence; 0: no need to wait.
         """
+        copied = list[BlockId]()
+        for source, target, _, _ in copies:
+            copied += (BlockId(source), BlockId(target))
         save_fence, load_fence = self._save_fence, max(self._load_fence, self.ready_after(copied))
         for block in taken:
             save_fence = max(save_fence, int(self._block_saved[block]))

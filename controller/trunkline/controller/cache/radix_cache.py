@@ -28,7 +28,7 @@ from typing import Final
 
 from trunkline.controller.cache.block_pool import BlockPool, Fences
 from trunkline.controller.cache.idle_leaves import IdleLeaves
-from trunkline.controller.cache.radix_tree import Node, RadixTree
+from trunkline.controller.cache.radix_tree import PENDING, Node, RadixTree
 from trunkline.controller.totals import Totals
 from trunkline.kvstore.chunks import NO_BLOCK, BlockId, ChunkName, SlotId
 from trunkline.kvstore.directory import Directory
@@ -145,7 +145,8 @@ class RadixCache(RadixTree):
         node.last_use = now
         self.changed.note(node)
         self.evictable += 1
-        self._note_idle(node)
+        if ready_step != PENDING:  # which is held by the sequence that computes it
+            self._note_idle(node)
         return node
 
     def place(self, node: Node, block: BlockId) -> None:

@@ -205,7 +205,7 @@ class RadixTree:
 
     def root(self, salt: bytes) -> Node:
         """Return the root of a salt's tree; make it if need be. The root stays while it is held or has chunks."""
-        return self._root(SALT_ROOT + salt, self.root_name(salt))
+        return self.find_root(salt) or self._root(SALT_ROOT + salt, self.root_name(salt))
 
     def root_name(self, salt: bytes) -> ChunkName:
         """Return the name of a salt's root, whether it exists or not."""
@@ -359,8 +359,10 @@ class RadixTree:
         """
         if not rest or not node.sorted_keys:
             return None, 0
-        best, best_rank = None, (0, True)
-        for child in self._neighbours(node, rest):
+        best, best_rank, keys = None, (0, True), node.sorted_keys
+        at = bisect_left(keys, rest)
+        for key in keys[max(0, at - 1) : at + 1]:
+            child = node.children[key]
             rank = common_tokens(child.key, rest), child.on_device
             if child.ready_step < step and child.is_loadable and rank > best_rank:
                 best, best_rank = child, rank
@@ -369,8 +371,10 @@ class RadixTree:
     def most_similar_child(self, node: Node, rest: bytes, step: int) -> tuple[Node | None, int]:
         """Return the child that agrees longest with `rest`, and for how many tokens, as `best_partial` does, but
         among children in any tier."""
-        best, best_agreed = None, 0
-        for child in self._neighbours(node, rest):
+        best, best_agreed, keys = None, 0, node.sorted_keys
+        at = bisect_left(keys, rest)
+        for key in keys[max(0, at - 1) : at + 1]:
+            child = node.children[key]
             agreed = common_tokens(child.key, rest)
             if child.ready_step < step and agreed > best_agreed:
                 best, best_agreed = child, agreed
@@ -380,11 +384,6 @@ class RadixTree:
         """Return the children that are beginnings of `rest`, or all of it, in any tier."""
         ends = range(TOKEN_BYTES, len(rest) + 1, TOKEN_BYTES)
         return [node.children[rest[:end]] for end in ends if rest[:end] in node.children]
-
-    def _neighbours(self, node: Node, rest: bytes) -> Iterator[Node]:
-        keys = node.sorted_keys
-        at = bisect_left(keys, rest)
-        return (node.children[keys[i]] for i in (at - 1, at) if 0 <= i < len(keys))
 
     def covered_by_sibling(self, parent: Node, key: bytes) -> Node | None:
         """Return a child of `parent` whose key begins with `key`, if there is one."""

@@ -25,6 +25,7 @@ import numpy as np
 from trunkline.controller.engine.events import EngineOutputs, Event, Ready
 from trunkline.controller.engine.requests import PLAIN_STEPS_PER_OBSERVATION, RequestTable
 from trunkline.controller.messages import StepResult
+from trunkline.controller.scheduling.filled_rows import slack_of
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.plan_builder import NO_ROWS, InflightStep
 from trunkline.kvstore.chunks import Int32Array, unpack_int32
@@ -65,7 +66,7 @@ class CalmSteps:
     def begin(self, scheduler: Scheduler, ready: Ready, now: float) -> None:
         """Let calm steps follow a step that has been planned, if some can; earlier ones must be settled."""
         rows, inflight = scheduler.row_set, self._inflight
-        slack = scheduler.slack(len(rows))
+        slack = slack_of(scheduler.kv, len(rows))
         if ready.again or ready.wake_at < inf or not len(rows) or (len(rows) > CALM_ROWS_MAX and not slack):
             return
         if self._requests.pending_outputs or not self._is_quiet(scheduler):

@@ -58,13 +58,13 @@ from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import GrammarReady, MovesDone, Probed, StepResult
 from trunkline.controller.scheduling.admission import DEADLY
 from trunkline.controller.scheduling.scheduler import Scheduler
-from trunkline.controller.sequences.plan_builder import InflightStep, is_full
+from trunkline.controller.sequences.plan_builder import InflightStep, PlanBuilder, is_full
 from trunkline.controller.sequences.sequence import Request, Sequence, SequenceGroup
 from trunkline.controller.tiers.holders import Holders
 from trunkline.controller.tiers.prefetch import Prefetcher
 from trunkline.controller.tiers.tier_orders import TierOrders
 from trunkline.controller.totals import Totals
-from trunkline.router.messages import Finished, FinishReason, Flushed, ModulesReply, Prefetched
+from trunkline.router.messages import Finished, FinishReason, Flushed, Prefetched
 from trunkline.worker.messages import CompileGrammar, ForgetGrammar, StepPlan, TierOrder
 
 
@@ -99,6 +99,8 @@ class Engine:
         """Whether to drop the cache when new workers are ready."""
         self._disk_changes: list[DiskChange] = []
         """Disk changes of trees that are gone; the next `Ready` has them."""
+        self._unbooked: PlanBuilder | None = None
+        """A plan that has been made, and is still to be entered in the books."""
         self._starting: list[Sequence] = []
         """Sequences whose prompts are computed with the step that has just been planned."""
         self._install(config, first_disk_generation)
@@ -146,17 +148,22 @@ class Engine:
         is_last = self._requests.only_end and not self.scheduler.encoding.is_working
         if not (self.is_away or problem or is_last):
             self._requests.settle(self.scheduler)
-            grammars, plan = self.grammars.messages(), self._next_plan(now)
-        outputs = None if self.holds_starts else self.take_outputs()
+            grammars, plan = self._requests.grammars.messages(), self._next_plan(now)
+        outputs, pending = None, self._requests.pending_outputs
+        if pending.is_due or pending or self.scheduler.encoding.calls.done:
+            self._book()
+            outputs = None if self.holds_starts else self.take_outputs()
         return Ready(grammars=grammars, plan=plan, outputs=outputs, problem=problem, has_rest=True)
 
     def finish(self, begun: Ready, now: float) -> Ready:
         """Return the rest of a step: the ends of requests that are told already, and what the tiers have to do."""
         grammars, plan = list[CompileGrammar | ForgetGrammar](), begun.plan
         can_plan, ends = not (self.is_away or begun.problem), bool(self._requests.ending)
+        self._book()
         self._requests.settle(self.scheduler)
         if can_plan and ends:
             grammars, plan = self.grammars.messages(), self._next_plan(now)
+            self._book()
         for sequence in self._starting:
             self._requests.started(sequence.group, now)
         self._starting.clear()
@@ -218,7 +225,8 @@ class Engine:
             case EndWaiting(reason, detail):
                 self._requests.end_waiting(self.scheduler, reason, detail, now)
             case EndAll(detail, reason):
-                self._end_all(reason, detail)
+                self._requests.end_all(self.scheduler, reason, detail)
+                self._renew(self.config)
             case WorkersLost(epoch):
                 self._workers_lost(epoch, now)
             case WorkersBack(config, stored):
@@ -345,23 +353,15 @@ class Engine:
         problem, param = problem_of_request(request, self.config)
         if problem:
             return Finished(request.id, FinishReason.INVALID, problem, param=param)
-        if self.scheduler.waiting_count < self.config.max_waiting:
+        most = self.config.max_waiting
+        if len(self.scheduler.queue) < most or self.scheduler.waiting_count < most:
             return None
-        detail = f"{self.config.max_waiting} requests are waiting already"
+        detail = f"{most} requests are waiting already"
         if (other := self.scheduler.queue.makes_way(request.submit)) is None:
             return Finished(request.id, FinishReason.QUEUE_FULL, detail)
         detail += ", most of them of this tenant; another tenant's request took the place of this one"
         self._requests.end(self.scheduler, other, Finished(other.id, FinishReason.QUEUE_FULL, detail), now)
         return None
-
-    def _end_all(self, reason: FinishReason, detail: str) -> None:
-        for group in self._requests.groups.values():
-            self._requests.gone(Finished(group.id, reason, detail))
-        calls = self.scheduler.encoding.calls
-        calls.done.extend(ModulesReply(0, call, "failed", detail) for call in calls.ids() if call >= 0)
-        self._requests.pending_outputs.modules += calls.done
-        self._requests.groups.clear()
-        self._renew(self.config)
 
     # Workers
 
@@ -465,17 +465,23 @@ class Engine:
             return None
         scheduler.encoding.calls.advance(self._step + 1, self._arrivals + 1, now)
         self._expect_texts(now)
-        plan = scheduler.plan(self._step + 1, now)
-        while plan is None and scheduler.encoding.calls.advance(self._step + 1, self._arrivals + 1, now):
-            self._expect_texts(now)
-            plan = scheduler.plan(self._step + 1, now)  # encoding jobs that have just ended let others begin
-        if plan is None:
-            return None
+        while (plan := scheduler.plan(self._step + 1, now)) is None:
+            if not scheduler.encoding.calls.advance(self._step + 1, self._arrivals + 1, now):
+                return None
+            self._expect_texts(now)  # encoding jobs that have just ended let others begin
         self._step += 1
-        self._inflight.append(inflight_step(self._requests, plan, scheduler.rows))
+        self._unbooked = plan
+        return plan.message(self.epoch)
+
+    def _book(self) -> None:
+        """Enter the plan that has just been made in the books: workers do not wait for that."""
+        plan, self._unbooked = self._unbooked, None
+        if plan is None:
+            return
+        self.scheduler.book(plan)
+        self._inflight.append(inflight_step(self._requests, plan, self.scheduler.rows))
         self._starting += plan.sampling
         self.counters.steps += 1
-        return plan.message(self.epoch)
 
     def _step_done(self, result: StepResult, now: float) -> None:
         """Take in the result of the oldest unanswered step.

@@ -22,14 +22,15 @@ from trunkline.controller.engine.grammar_book import GrammarBook
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamStep, PromptLogprobs, StepResult, TopLogprobs
 from trunkline.controller.scheduling.admission import Quarantine
+from trunkline.controller.scheduling.filled_rows import slack_of
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.plan_builder import BEAM, DecodeRows, InflightStep, PlanBuilder, RowSet
 from trunkline.controller.sequences.sequence import Request, Sequence, SequenceGroup
 from trunkline.controller.tiers.costs import StepCosts
 from trunkline.controller.totals import Totals
-from trunkline.kvstore.chunks import Int32Array, unpack_int32
+from trunkline.kvstore.chunks import Int32Array, any_of, largest, least, unpack_int32
 from trunkline.kvstore.module_names import RelocationRule
-from trunkline.router.messages import BeamsFound, Finished, FinishReason, PromptScored
+from trunkline.router.messages import BeamsFound, Finished, FinishReason, ModulesReply, PromptScored
 from trunkline.worker.messages import Sampling
 
 PLAIN_STEPS_PER_OBSERVATION: Final = 8
@@ -136,6 +137,15 @@ class RequestTable:
             if not (group.started or any(member.batch_seq_id for member in group.members)):
                 self.end(scheduler, group, Finished(group.id, reason, detail), now)
 
+    def end_all(self, scheduler: Scheduler, reason: FinishReason, detail: str) -> None:
+        """End all requests and calls about texts; whatever they hold is about to go with the scheduler."""
+        for group in self.groups.values():
+            self.gone(Finished(group.id, reason, detail))
+        calls = scheduler.encoding.calls
+        calls.done.extend(ModulesReply(0, call, "failed", detail) for call in calls.ids() if call >= 0)
+        self.pending_outputs.modules += calls.done
+        self.groups.clear()
+
     def end(self, scheduler: Scheduler, group: SequenceGroup, finished: Finished, now: float) -> None:
         """End a request and release everything that it holds. All requests that hold anything end here."""
         self._release(scheduler, group, now)
@@ -241,7 +251,9 @@ def _group_of(
     *,
     is_announced: bool,
 ) -> SequenceGroup:
-    seen = request.submit.prompt_len - sum(stop - start for start, stop in request.drops)
+    seen = request.submit.prompt_len
+    for start, stop in request.drops:
+        seen -= stop - start
     longest = request.longest(config)
     limit = min(seen + request.submit.max_tokens, longest)
     group = SequenceGroup(request, arrival, 0 if is_announced else limit, sampling)
@@ -328,7 +340,7 @@ def apply_step_result(
         _accept_drafted(requests, scheduler, step, result, now)
     elif len(rows):
         tokens = unpack_int32(result.tokens)
-        if tokens.min() < 0:
+        if least(tokens) < 0:
             raise ProtocolError(f"step {result.step} draws no token for row {tokens.argmin()}")
         _accept(requests, scheduler, rows, tokens, result.logprobs, now)
     if result.beams:
@@ -399,7 +411,7 @@ def _accept(
     state = scheduler.rows
     valid, slots, stopped = state.accept(rows, tokens, drafted=drafted)
     counts = valid
-    if (rows.samples == BEAM).any():
+    if any_of(rows.samples == BEAM):
         counts = valid & (rows.samples != BEAM)
         own = rows.samples[valid] != BEAM
         slots, stopped = slots[own], stopped[own]
@@ -421,8 +433,10 @@ def _accept(
     known = state.known[slots]
     ended = stopped | (known >= state.limit[slots])
     beyond = known - state.fills_at[slots]
-    if beyond.max() > scheduler.slack(len(rows)):
-        scheduler.seal(slots[(beyond > 0) & ~ended], now)
+    if largest(beyond) > slack_of(scheduler.kv, len(rows)):
+        full = slots[(beyond > 0) & ~ended]
+        if len(full):
+            scheduler.seal(full, now)
     for index in ended.nonzero()[0].tolist():
         sequence = state.sequences[slots[index]]
         assert sequence is not None

@@ -26,6 +26,7 @@ from trunkline.controller.messages import (
     WENT_ON_NAMES,
     Forget,
     Holder,
+    KeptChunks,
     ModulesCall,
     ModuleText,
     Prefetch,
@@ -37,7 +38,7 @@ from trunkline.controller.messages import (
 from trunkline.controller.sequences.beam_search import WIDTH_MAX
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.beams import candidate_count
-from trunkline.kvstore.chunks import NAME_BYTES, blocks_for, unpack_int32
+from trunkline.kvstore.chunks import NAME_BYTES, blocks_for, largest, least, unpack_int32
 from trunkline.kvstore.cuts import problem_of_drops
 from trunkline.runtime.spans import CONTEXT_BYTES
 from trunkline.worker.messages import POOL_MEAN, Sampling
@@ -169,9 +170,9 @@ def problem_of_submit(message: Submit, vocab_size: int) -> str:
     if not 0.0 <= message.next_s < math.inf:
         return f"next_s is {message.next_s}; it is a time in seconds"
     id_max = vocab_size - 1 if vocab_size else _INT32_MAX
-    stop = next((stop for stop in message.stop_token_ids if not 0 <= stop <= _INT32_MAX), None)
-    if stop is not None:
-        return f"stop token {stop} is not a token id; they are 0 to {_INT32_MAX}"
+    for stop in message.stop_token_ids:
+        if not 0 <= stop <= _INT32_MAX:
+            return f"stop token {stop} is not a token id; they are 0 to {_INT32_MAX}"
     if not 0.0 <= message.kv_floor <= message.kv_ceiling <= 1.0:
         return f"kv_floor is {message.kv_floor} and kv_ceiling {message.kv_ceiling}; 0 <= floor <= ceiling <= 1"
     if not -_INT32_MAX <= message.priority <= _INT32_MAX:
@@ -187,16 +188,15 @@ def problem_of_submit(message: Submit, vocab_size: int) -> str:
     if message.grammar is not None and len(message.grammar.tenant) > GRAMMAR_TENANT_BYTES_MAX:
         size = len(message.grammar.tenant)
         return f"a grammar's tenant is {size} bytes; at most {GRAMMAR_TENANT_BYTES_MAX} are kept"
-    problem = _problem_of_holders(message.holders) or _problem_of_kept(message)
+    problem = _problem_of_holders(message.holders) if message.holders else ""
+    problem = problem or (_problem_of_kept(message, message.kept) if message.kept is not None else "")
     return problem or _sampling_problem(message.sampling, id_max)
 
 
-def _problem_of_kept(message: Submit) -> str:
-    if message.kept is None:
-        return ""
-    if not message.drops or len(message.kept.names) % NAME_BYTES:
-        return f"{len(message.kept.names)} bytes are no names of chunks kept behind a cut"
-    return _problem_of_holders(message.kept.holders)
+def _problem_of_kept(message: Submit, kept: KeptChunks) -> str:
+    if not message.drops or len(kept.names) % NAME_BYTES:
+        return f"{len(kept.names)} bytes are no names of chunks kept behind a cut"
+    return _problem_of_holders(kept.holders)
 
 
 def _problem_of_holders(holders: Sequence[Holder]) -> str:
@@ -226,10 +226,11 @@ def _sampling_problem(sampling: Sampling, id_max: int) -> str:
         if len(packed) % 4:
             return f"{name} are {len(packed)} bytes, which is no array of int32"
     ids = [*unpack_int32(sampling.stop_ids).tolist(), *unpack_int32(sampling.allowed_ids).tolist()]
-    ids += [token for word in sampling.bad_words for token in word]
-    if any(not 0 <= token <= id_max for token in ids):
+    for word in sampling.bad_words:
+        ids += word
+    if ids and not 0 <= min(ids) <= max(ids) <= id_max:
         return f"ids outside the vocabulary (0 to {id_max}) are given as stop, bad or allowed tokens"
-    if any(not word for word in sampling.bad_words):
+    if [] in sampling.bad_words:
         return "bad_words has an empty one"
     if sampling.grammar:
         return "grammars are named by the controller, not by routers"
@@ -245,7 +246,7 @@ def tokens_problem(packed: bytes, vocab_size: int) -> str:
     if len(packed) % 4:
         return f"tokens are {len(packed)} bytes, which is no array of int32"
     tokens, id_max = unpack_int32(packed), vocab_size - 1 if vocab_size else _INT32_MAX
-    if len(tokens) and not (tokens.min() >= 0 and tokens.max() <= id_max):
+    if len(tokens) and not (least(tokens) >= 0 and largest(tokens) <= id_max):
         return f"token ids from {tokens.min()} to {tokens.max()} were given; they are 0 to {id_max}"
     return ""
 
@@ -377,6 +378,8 @@ def problem_of_request(request: Request, config: EngineConfig) -> tuple[str, str
         return f"the prompt has {count} tokens; this group holds {longest}, prompt and output together", "prompt"
     if count - prompt_len >= submit.max_tokens:
         return f"{count - prompt_len} output tokens are given; max_tokens is {submit.max_tokens}", "max_tokens"
+    if submit.n == 1 and submit.beam is None:
+        return "", ""
     return _problem_of_width(request, prompt_len, config)
 
 

@@ -2,7 +2,7 @@
 
 - `AdmissionOrder`: which of the waiting groups may enter the batch with this plan.
 - `Quarantine`: requests that were running when workers died, until one of them is found to be the cause.
-- `explain`: the report to a client on how much of its prompt was cached, in which tiers, and why the rest was not.
+- `found_tokens`, `report`: how much of a prompt was cached, in which tiers, and why the rest was not.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class AdmissionOrder:
         """Update a group of which a sequence has entered the batch or ended."""
         is_in = group.in_batch
         (self.quarantine.came if is_in else self.quarantine.left)(group.id)
-        waits = any(member.phase is Phase.WAITING for member in group.members)
+        waits = False
+        for member in group.members:
+            waits |= member.phase is Phase.WAITING
         if group.queued and not waits:
             self._queue.remove(group)
         if waits and is_in:
@@ -167,22 +169,36 @@ class Quarantine:
         self.left(request)
 
 
-def explain(kv: KVCacheManager, fetching: Fetching, sequence: Sequence, plan: PlanBuilder) -> CacheReport:
-    """Return the cache report of a sequence that this plan admits for the first time."""
-    group, size, modules = sequence.group, kv.chunk_size, sequence.group.modules
-    entries = sequence.resident // size
+def found_tokens(kv: KVCacheManager, fetching: Fetching, sequence: Sequence) -> tuple[int, str]:
+    """Return how much was cached of the prompt of a sequence that a plan has just admitted for the first time, in
+    tokens, and why the rest was not; "" if there is no rest."""
+    group, modules = sequence.group, sequence.group.modules
     seen = sequence.prompt_len - group.holes
-    by_tier = [0] * len(TierKind)
     if sequence.recompute_from_start or not kv.prefix_cache:
-        miss = MissReason.OFF if seen > 1 else ""
-        return CacheReport(Started(group.id, 0, by_tier, miss), plan.now, entries)
+        return 0, MissReason.OFF if seen > 1 else ""
     cached = max(0, min(sequence.resident - group.holes, seen - 1))
+    if modules is not None:
+        cached -= modules.encoded_tokens
+    if cached >= seen - 1:
+        return cached, ""
+    return cached, (modules.miss if modules is not None else "") or _reason(kv, fetching, sequence)
+
+
+def report(fetching: Fetching, sequence: Sequence, found: tuple[int, str], plan: PlanBuilder) -> CacheReport:
+    """Return the cache report of a sequence that this plan admits for the first time.
+
+    Args:
+        found: `found_tokens`.
+    """
+    group, size, modules = sequence.group, plan.chunk_size, sequence.group.modules
+    cached, miss = found
+    entries = sequence.resident // size
+    by_tier = [0] * len(TierKind)
     # Only chunks that were cached: the path also has those that are still to be computed.
     path = sequence.path[:entries]
     loaded = {block for block, _, _ in plan.loads}
     counts = [size] * len(path)
     if modules is not None:
-        cached -= modules.encoded_tokens
         in_texts = np.bincount(modules.seen_indices // size, minlength=modules.entries)
         counts[: modules.entries] = in_texts.tolist()
     for node, tokens in zip(path, counts, strict=True):
@@ -190,13 +206,12 @@ def explain(kv: KVCacheManager, fetching: Fetching, sequence: Sequence, plan: Pl
         by_tier[fetching.origin(group, node, nearest)] += tokens
     last = fetching.origin(group, path[-1], TierKind.DEVICE) if path else TierKind.DEVICE
     _balance(by_tier, cached, last)
-    computed = modules.miss if modules is not None else ""
     started = Started(
         group.id,
         cached,
         by_tier,
-        miss=(computed or _reason(kv, fetching, sequence)) if cached < seen - 1 else "",
-        miss_token=cached if cached < seen - 1 else 0,
+        miss=miss,
+        miss_token=cached if miss else 0,
         exact=group.cut is None and modules is None,
         module_tokens=modules.seen_tokens if modules is not None else 0,
     )

@@ -251,7 +251,8 @@ class FairQueue:
             tokens: number of tokens that will be computed before the sequence decodes.
         """
         level, line = self._level(group.request.submit.priority), self._line(group)
-        if sum(member.batch_seq_id > 0 for member in group.members) == 1:  # its others have their turn with it
+        several = len(group.members) > 1  # its others have their turn with it
+        if not several or sum(member.batch_seq_id > 0 for member in group.members) == 1:
             level.round = level.turn(line)
             level.clock = max(level.clock, group.turn)
         level.charge(line, tokens)

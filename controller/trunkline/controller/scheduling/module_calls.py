@@ -347,10 +347,12 @@ class ModuleEncoding:
         return [*self.jobs.held, *self.calls.held]
 
     def hold_for_first(self, step: int) -> SequenceGroup | None:
-        """Hold texts of modules for the first request in the queue, and return that request."""
+        """Hold texts of modules for the first request in the queue, and return that request; None if no text is
+        being encoded or held, and then it does not matter which one is the first."""
+        if not (len(self.jobs) or self.jobs.held):
+            return None
         first = next((group for group in self._queue if not group.encodes), None)
-        if len(self.jobs) or self.jobs.held:
-            self.jobs.hold_for(first, step)
+        self.jobs.hold_for(first, step)
         return first
 
     def make_way(self, blocked: SequenceGroup, now: float, *, going: bool) -> bool:

@@ -6,6 +6,7 @@
            ─► _prefill         spend the rest of the token budget on admitted prompts, then admit waiting groups
            ─► drafting.plan    let rows try drafts with what is still left
            ─► _close           add fences, and the changes that the workers do not know yet
+      book                     enter in the books what the plan has decided, which the workers need not wait for
 
 This is PagedAttention §4.5 with iteration-level batching: every running row decodes one token, and what is left of
 the token budget goes to prompts, in the order of `FairQueue`. Admission reserves all blocks of a prompt at once,
@@ -31,10 +32,10 @@ from trunkline.controller.allocation.kv_manager import Admission, KVCacheManager
 from trunkline.controller.allocation.prefix_match import keep_or_compact
 from trunkline.controller.cache.window_cache import make_cache, make_pool
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.scheduling.admission import AdmissionOrder, Quarantine, explain
+from trunkline.controller.scheduling.admission import AdmissionOrder, Quarantine, found_tokens, report
 from trunkline.controller.scheduling.drafting import Drafting
 from trunkline.controller.scheduling.fair_queue import FairQueue
-from trunkline.controller.scheduling.filled_rows import enter_filled, give_early, slack_of
+from trunkline.controller.scheduling.filled_rows import enter_filled, give_early
 from trunkline.controller.scheduling.forks import Forks, move_beams, restore_output
 from trunkline.controller.scheduling.module_calls import ModuleEncoding
 from trunkline.controller.scheduling.prompt_blocks import extend_prompts
@@ -43,7 +44,6 @@ from trunkline.controller.sequences.sequence import Phase, Sequence, SequenceGro
 from trunkline.controller.tiers.costs import Preloads, StepCosts, load_entries, prefill_budget, swaps
 from trunkline.controller.tiers.prefetch import Fetching
 from trunkline.controller.totals import Totals
-from trunkline.kvstore.chunks import BlockId
 
 MATCHED_TOKENS_MAX: Final = 1 << 19
 """Largest number of tokens of waiting prompts that are matched with the tree in one step; further prompts wait for
@@ -110,25 +110,26 @@ class Scheduler:
         """Plan the next step; None if nothing can be computed."""
         plan = PlanBuilder(step, self.config.chunk_size, now)
         self.kv.pool.taken.clear()
-        self._end_encoded(step, now)
+        if self.encoding.finishing:
+            self._end_encoded(step, now)
         self._grow(plan)
-        extend_prompts(self.kv, self.prefilling, self.config.token_budget, self._preempt_until_room, plan)
-        plan.leave_out_blocks(self._pending.left)
-        copied = self.forks.copy_tails(plan)
-        self._unpark(plan)
+        if self.prefilling:
+            extend_prompts(self.kv, self.prefilling, self.config.token_budget, self._preempt_until_room, plan)
+        if plan.blocks:
+            plan.leave_out_blocks(self._pending.left)
+        plan.copied_blocks = self.forks.copy_tails(plan)
+        if self.parked:
+            self._unpark(plan)
         if self._pending.rows_changed:
             before = self.row_set.batch_seq_ids
             self.row_set, plan.new_runs = self.rows.arrange(self.rows.active_slots())
-            if not np.array_equal(self.row_set.batch_seq_ids, before):  # most changes are those of block tables
+            if self.row_set.batch_seq_ids.tobytes() != before.tobytes():  # most changes are those of block tables
                 self.queue.decode(self.rows.sequences[slot] for slot in self.row_set.slots.tolist())
         plan.rows = self.row_set
         self._prefill(plan)
-        self.drafting.plan(plan)
+        if len(plan.rows):
+            self.drafting.plan(plan)
         self.kv.tree.save_waiting(plan)
-        for source in plan.copy_sources:
-            self.kv.tree.release(source, now, 1)
-        for block in copied:
-            self.kv.pool.release(block)
         if plan.is_empty:
             # The workers do not know yet that no row decodes: the next plan says so.
             return None
@@ -137,14 +138,27 @@ class Scheduler:
 
     def _close(self, plan: PlanBuilder) -> None:
         """Add to a plan what it must wait for, and the changes that the workers do not know yet."""
-        moved = [BlockId(block) for source, target, _, _ in plan.copies for block in (source, target)]
-        plan.save_fence, plan.load_fence = self.kv.tree.fences.close(plan.step, self.kv.pool.taken, moved)
+        plan.save_fence, plan.load_fence = self.kv.tree.fences.close(plan.step, self.kv.pool.taken, plan.copies)
+        self._pending.hand_over(plan)
+        plan.thinned = self.kv.pool.take_thinned()
+
+    def book(self, plan: PlanBuilder) -> None:
+        """Enter a plan in the books, once it has been sent and before anything else happens."""
+        for source in plan.copy_sources:
+            self.kv.tree.release(source, plan.now, 1)
+        for block in plan.copied_blocks:
+            self.kv.pool.release(block)
+        for sequence, found in plan.admitted:
+            if found is not None and sequence.group.found is None:
+                sequence.group.found = report(self.fetching, sequence, found, plan)
+            self.fetching.done(sequence.group)
+        for sequence in plan.sampling:
+            if not self.rows.batch_seq_ids[sequence.slot]:
+                self.rows.fill(sequence)
         sampled_last = self.rows.count_planned(plan.rows)
         self.queue.charge_rows()
         self.drafting.planned(plan)
         self._pending.rows_changed = bool(plan.sampling) or sampled_last
-        self._pending.hand_over(plan)
-        plan.thinned = self.kv.pool.take_thinned()
 
     def _end_encoded(self, step: int, now: float) -> None:
         for sequence in self.encoding.finishing.copy():
@@ -286,10 +300,6 @@ class Scheduler:
         """Put the chunks that rows have filled into the radix tree, to be shared."""
         enter_filled(self.kv, self.rows, slots, self._pending, now)
 
-    def slack(self, rows: int) -> int:
-        """Return how many tokens late the chunks of so many rows may enter the tree."""
-        return slack_of(self.kv, rows)
-
     def move_beams(self, group: SequenceGroup, parents: list[int], now: float) -> None:
         """Move a search's beams as the workers did at the end of the step whose result came last."""
         stored = int(self.rows.known[group.members[0].slot]) - 1
@@ -325,10 +335,10 @@ class Scheduler:
             if not self.encoding.jobs.encode_missing_texts(group, plan.step, plan.now, is_first=group is first):
                 continue
             while not self._may_start(group, plan.step):
-                if not self._make_way(group, plan.now):
+                if not self.encoding.make_way(group, plan.now, going=self._is_going):
                     return 0  # later groups must not overtake this one: that would starve large requests
             for sequence in list(group.members):
-                if sequence.phase is not Phase.WAITING or sequence.is_pending(plan.step):
+                if sequence.phase is not Phase.WAITING or (sequence.waits_on and sequence.is_pending(plan.step)):
                     continue
                 sequence.waits_on = None
                 matched += sequence.tokens.count
@@ -346,17 +356,12 @@ class Scheduler:
 
     def _admit_or_make_way(self, sequence: Sequence, plan: PlanBuilder) -> Admission:
         """Admit a sequence; if it lacks blocks, release held texts first."""
-        outcome = self._admit(sequence, plan)
-        while outcome is Admission.NO_BLOCKS and self._make_way(sequence.group, plan.now):
+        outcome, group = self._admit(sequence, plan), sequence.group
+        while outcome is Admission.NO_BLOCKS and self.encoding.make_way(group, plan.now, going=self._is_going):
             outcome = self._admit(sequence, plan)
         if outcome is Admission.LACKING:
-            self.encoding.jobs.encode_far_texts(sequence.group, plan.step)
+            self.encoding.jobs.encode_far_texts(group, plan.step)
         return outcome
-
-    def _make_way(self, group: SequenceGroup, now: float) -> bool:
-        """Release something that is held for other requests, so that a group can start; return whether there was
-        anything."""
-        return self.encoding.make_way(group, now, going=self._is_going)
 
     @property
     def _is_going(self) -> bool:
@@ -374,6 +379,8 @@ class Scheduler:
 
     def _rows_promised(self) -> int:
         """Return how many more rows the groups that hold blocks will need."""
+        if not (self.prefilling or self.parked or self.admission.entering):
+            return 0
         groups = {s.group.id: s.group for s in (*self.prefilling, *self.parked)}
         groups |= self.admission.entering
         return sum(g.rows_needed - sum(s.slot >= 0 for s in g.members) for g in groups.values())
@@ -384,8 +391,8 @@ class Scheduler:
         One for every fourth running sequence: with chunks of 64 tokens, a row needs a block every 64 steps. The
         group's own sequences do not count: it fits at its full length, but perhaps with nothing to spare.
         """
-        others = self.running_count - sum(sequence.batch_seq_id > 0 for sequence in group.members)
-        return -(-others // 4)
+        own = sum(sequence.batch_seq_id > 0 for sequence in group.members) if group.in_batch else 0
+        return (self.running_count - own + 3) // 4
 
     def _admit(self, sequence: Sequence, plan: PlanBuilder) -> Admission:
         """Try to give a waiting sequence its blocks."""
@@ -393,7 +400,7 @@ class Scheduler:
         if not group.in_batch:
             if group.request.submit.beam is not None:
                 self.forks.place_beams(group)
-            if self.config.prefix_cache:
+            if self.config.prefix_cache and group.cut is not None:
                 keep_or_compact(self.kv.tree, sequence, plan.step)
         loads = len(plan.loads)
         outcome = self.kv.admit(
@@ -416,9 +423,8 @@ class Scheduler:
         group = sequence.group
         if group.modules is not None:
             self.leave_jobs(group, plan.now)
-        if group.found is None:
-            group.found = explain(self.kv, self.fetching, sequence, plan)
-        self.fetching.done(group)
+        found = found_tokens(self.kv, self.fetching, sequence) if group.found is None else None
+        plan.admitted.append((sequence, found))
         self.preloads.ordered(loads, plan.now, self.costs.move_us)
         if step := self.kv.tree.fences.ready_after(sequence.block_table()):
             self.preloads.wait(sequence.batch_seq_id, step)
@@ -469,15 +475,14 @@ class Scheduler:
             self.parked.append(sequence)
         else:
             sequence.phase = Phase.DECODE
-            self.rows.add(sequence)
+            self.rows.enter(sequence)
             plan.sampling.append(sequence)
             if not group.forked:
+                self.rows.fill(sequence)
                 self.forks.fork(sequence, plan, self.kv, self.rows)
 
     def _unpark(self, plan: PlanBuilder) -> None:
         """Let those groups decode whose sequences in `parked` are all back in the batch."""
-        if not self.parked:
-            return
         for group in {s.group.id: s.group for s in self.parked}.values():
             if any(member.phase is not Phase.PARKED for member in group.members):
                 continue

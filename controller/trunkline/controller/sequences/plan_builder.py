@@ -29,7 +29,7 @@ from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.sequences.draft_source import DraftSource
 from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
 from trunkline.controller.sequences.stop_tokens import StopTokens
-from trunkline.kvstore.chunks import NO_BLOCK, BlockId, Int32Array, blocks_for, pack_int32
+from trunkline.kvstore.chunks import NO_BLOCK, BlockId, Int32Array, all_of, any_of, blocks_for, pack_int32
 from trunkline.runtime.spans import StepTrace, pack_steps
 from trunkline.worker.messages import Fork, Join, StepPlan
 
@@ -101,9 +101,18 @@ class DecodeRows:
     def add(self, sequence: Sequence) -> int:
         """Give an index to a sequence whose prompt this plan completes, or which has resumed with all but its last
         token computed (`Sequence.prefill_stop`)."""
-        slot = self._free.pop()
-        sequence.slot = slot
+        self.enter(sequence)
+        self.fill(sequence)
+        return sequence.slot
+
+    def enter(self, sequence: Sequence) -> None:
+        """Give an index to a sequence; before the next plan, `fill` has to follow."""
+        slot = sequence.slot = self._free.pop()
         self.sequences[slot] = sequence
+
+    def fill(self, sequence: Sequence) -> None:
+        """Enter what the arrays say of a sequence that has got its index."""
+        slot = sequence.slot
         self.batch_seq_ids[slot] = sequence.batch_seq_id
         self.requests[slot] = sequence.request
         self.samples[slot] = sequence.sample if sequence.beam_position is None else BEAM
@@ -120,7 +129,6 @@ class DecodeRows:
         self.stops.set(slot, stop_ids)
         if self.drafts is not None and sequence.beam_position is None:
             self.drafts.add(sequence)
-        return slot
 
     def read_alike(self, leader: Sequence, others: list[Sequence], blocks: int) -> None:
         """Plan the first `blocks` table entries of some beams as one run. Only the workers know in time which of
@@ -183,7 +191,7 @@ class DecodeRows:
         """Note that a plan computes a token of each of these rows; return whether one of them has its last."""
         planned = self.planned[rows.slots] + 1
         self.planned[rows.slots] = planned
-        return bool((planned + 1 >= self.limit[rows.slots]).any())
+        return bool(any_of(planned + 1 >= self.limit[rows.slots]))
 
     def active_slots(self) -> NDArray[np.intp]:
         """Return the indices of the sequences that have a token to compute after the steps planned so far."""
@@ -240,7 +248,7 @@ class DecodeRows:
         """
         valid = self.batch_seq_ids[rows.slots] == rows.batch_seq_ids
         slots = rows.slots
-        if not valid.all():
+        if not all_of(valid):
             slots, tokens = slots[valid], tokens[valid]
         if drafted:
             self.planned[slots] += 1
@@ -343,6 +351,11 @@ class PlanBuilder(TierCopyPlan):
     """Prompts whose tokens this step scores: id in the batch → request."""
     traced: list[tuple[SequenceGroup, int, int]] = field(default_factory=list)
     """(group, id in the batch, tokens) of each part of a traced prompt that this step computes."""
+    admitted: list[tuple[Sequence, tuple[int, str] | None]] = field(default_factory=list)
+    """Sequences that enter the batch with this plan, and how much of their prompts was cached, in tokens, and why
+    the rest was not; None: that has been reported."""
+    copied_blocks: list[BlockId] = field(default_factory=list)
+    """Blocks held as `copy_sources` are."""
     copy_sources: list[Node] = field(default_factory=list)
     """Chunks held until the plan is complete, so that it does not reuse blocks that it copies from."""
     drafts: list[Int32Array] = field(default_factory=list)
@@ -362,15 +375,15 @@ class PlanBuilder(TierCopyPlan):
             epoch=epoch,
             leaves=pack_int32(self.leaves) if self.leaves else b"",
             joins=self.joins,
-            saves=pack_int32([x for save in self.saves for x in save]) if self.saves else b"",
-            loads=pack_int32([x for load in self.loads for x in load]) if self.loads else b"",
-            copies=pack_int32([x for copy in self.copies for x in copy]) if self.copies else b"",
-            blocks=pack_int32([x for block in self.blocks for x in block]) if self.blocks else b"",
-            prefill=pack_int32([x for item in self.prefill for x in item]) if self.prefill else b"",
+            saves=pack_int32(self.saves) if self.saves else b"",
+            loads=pack_int32(self.loads) if self.loads else b"",
+            copies=pack_int32(self.copies) if self.copies else b"",
+            blocks=pack_int32(self.blocks) if self.blocks else b"",
+            prefill=pack_int32(self.prefill) if self.prefill else b"",
             rows=self.rows.batch_seq_ids.astype("<i4").tobytes() if changed else None,
             runs=pack_int32(self.new_runs) if self.new_runs is not None else None,
             forks=self.forks,
-            late_saves=pack_int32([x for save in self.late_saves for x in save]) if self.late_saves else b"",
+            late_saves=pack_int32(self.late_saves) if self.late_saves else b"",
             save_fence=self.save_fence,
             load_fence=self.load_fence,
             save_names=b"".join(self.save_names + self.late_names),

@@ -76,7 +76,9 @@ class Request:
     @classmethod
     def of(cls, id_: int, submit: Submit, trace: TraceIds | None = None) -> Request:
         """Return the request that a router's valid message asks for."""
-        drops = tuple((start, stop) for start, stop in unpack_int32(submit.drops, columns=2).tolist())
+        drops: tuple[tuple[int, int], ...] = ()
+        if submit.drops:
+            drops = tuple((start, stop) for start, stop in unpack_int32(submit.drops, columns=2).tolist())
         return cls(id_, submit, unpack_int32(submit.tokens), drops, trace)
 
     @property
@@ -289,7 +291,10 @@ class SequenceGroup:
     @property
     def in_batch(self) -> bool:
         """Whether the workers know any of the group's sequences."""
-        return any(member.batch_seq_id for member in self.members)
+        for member in self.members:  # noqa: SIM110 - a generator is one function more
+            if member.batch_seq_id:
+                return True
+        return False
 
     @property
     def encodes(self) -> bool:

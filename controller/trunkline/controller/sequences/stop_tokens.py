@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkline.kvstore.chunks import Int32Array
+from trunkline.kvstore.chunks import Int32Array, any_of
 
 STOP_IDS_INLINE: Final = 8
 """Largest number of a row's stop tokens that are compared as arrays; rows with more are checked one by one."""
@@ -44,7 +44,7 @@ class StopTokens:
 
     def hit(self, slots: NDArray[np.intp], tokens: Int32Array) -> NDArray[np.bool_]:
         """Return `[rows]`: whether the token that each of these rows drew is one of its stop tokens."""
-        stopped: NDArray[np.bool_] = (self._inline.take(slots, axis=1) == tokens).any(axis=0)
+        stopped: NDArray[np.bool_] = any_of(self._inline.take(slots, axis=1) == tokens, axis=0)
         for slot, ids in self._many.items():
             for index in np.flatnonzero(slots == slot):
                 stopped[index] = int(tokens[index]) in ids

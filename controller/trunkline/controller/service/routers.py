@@ -21,7 +21,7 @@ from trunkline.controller.engine.events import EngineOutputs
 from trunkline.controller.engine.validation import NUMBER_BITS
 from trunkline.controller.messages import RouterRequest
 from trunkline.controller.sequences.plan_builder import Int64Array
-from trunkline.kvstore.chunks import pack_int32
+from trunkline.kvstore.chunks import any_of, pack_int32
 from trunkline.router.messages import Outputs, RouterMessage
 from trunkline.runtime.process import RareLog
 from trunkline.runtime.wire_flags import MORE, NOBLOCK
@@ -103,7 +103,7 @@ class _Shares(msgspec.Struct, frozen=True):
             mine = owners == router
             drawn_for = samples[mine]
             numbers = (requests[mine] & NUMBER_MASK).astype("<u4").tobytes()
-            drawn = drawn_for.astype("<u2").tobytes() if drawn_for.any() else b""
+            drawn = drawn_for.astype("<u2").tobytes() if any_of(drawn_for) else b""
             shares.append(_Share(router, mine if len(routers) > 1 else None, numbers, drawn))
         return cls(requests, samples, shares)
 
@@ -147,14 +147,14 @@ class Routers:
         """
         for _ in range(MESSAGES_PER_TURN_MAX):
             try:
-                identity, payload = self.socket.recv_multipart(zmq.NOBLOCK)[:2]
+                identity = self.socket.recv(NOBLOCK)
             except zmq.Again:
                 return
-            except ValueError:
-                self.rare.warning("router sent a message of one frame; ignored", now)
-                continue
+            payload = further = self.socket.recv(NOBLOCK, copy=False)  # a message comes with all of its frames
+            while further.more:
+                further = self.socket.recv(NOBLOCK, copy=False)
             try:
-                message = self._decoder.decode(payload)
+                message = self._decoder.decode(payload.buffer)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 self.rare.warning("router message cannot be decoded; ignored", now, error=str(error))
                 continue

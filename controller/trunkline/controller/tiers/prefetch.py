@@ -318,10 +318,13 @@ class Prefetcher:
         if root is None or group.cut is not None or group.modules is not None or isinstance(tree, ReaderCache):
             return 0
         match = tree.match(root, sequence.tokens.to_bytes(), step)
-        path = match.path if match.partial is None else [*match.path, match.partial]
         known = len(match.path) * tree.chunk_size + match.partial_tokens
-        is_near = match.pending is None and all(node.on_device for node in path)
-        return known if is_near and known >= sequence.tokens.count - 1 else 0
+        if match.pending is not None or known < sequence.tokens.count - 1:
+            return 0
+        for node in match.path if match.partial is None else [*match.path, match.partial]:
+            if not node.on_device:
+                return 0
+        return known
 
     def arrived(self, group: SequenceGroup, step: int, now: float) -> int:
         """Fetch what a request that has arrived will use; return its `known_tokens`."""
