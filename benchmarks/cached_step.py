@@ -221,7 +221,8 @@ def main() -> None:
     arguments = parser.parse_args()
     model = str(small_model()) if arguments.model == "small" else arguments.model
     if arguments.functions or arguments.child:
-        torch.inference_mode().__enter__()  # as a worker's thread
+        mode = torch.inference_mode()  # as a worker's thread; it ends with the object
+        mode.__enter__()
         rounds = Rounds(arguments, model)
         for _ in sys.stdin if arguments.child else ():
             print(json.dumps(rounds.measured()), flush=True)
