@@ -15,13 +15,14 @@ from trunkline.controller.drafts import tenant_texts as tenant_module
 from trunkline.controller.drafts.acceptance import TOKEN_SLOTS, Acceptance, Fit, Others, Source
 from trunkline.controller.drafts.allowance import FIRST, MOST, SHARE, Allowance
 from trunkline.controller.drafts.drafter import Drafter
+from trunkline.controller.drafts.follower import Follower
 from trunkline.controller.drafts.length import BYSTANDER, MARGIN, ROW_LEAST, WORTH_GOAL, Bubble, Lengths
 from trunkline.controller.drafts.text_index import MATCH_MAX, TextIndex
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import Submit
 from trunkline.controller.sequences.sequence import Request, Sequence, SequenceGroup
 from trunkline.controller.tiers.costs import StepCosts
-from trunkline.kvstore.chunks import pack_int32
+from trunkline.kvstore.chunks import Int32Array, pack_int32
 from trunkline.worker.messages import Sampling
 
 CONFIG = EngineConfig(num_blocks=100, prefix_cache=False)
@@ -265,6 +266,26 @@ def test_a_busy_batch_that_cannot_be_foreseen_is_rarely_looked_at() -> None:
         assert replay.looked_us < 1.5 * replay.tokens + FIRST * (4000.0 + 32 * row)
 
 
+def test_a_batch_in_which_no_draft_pays_is_considered_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of its rows copy their prompts, but rows are dear. With much credit, too."""
+    rng, considered = random.Random(12), 0
+    texts = [[rng.randrange(5000) for _ in range(400)] for _ in range(32)]
+    draft = Follower.draft
+
+    def counting(
+        follower: Follower, count: int, least: float, *, thorough: bool
+    ) -> tuple[Int32Array, list[float]]:
+        nonlocal considered
+        considered += 1
+        return draft(follower, count, least, thorough=thorough)
+
+    monkeypatch.setattr(Follower, "draft", counting)
+    replay = Replay((2000.0, 200.0, 500.0))
+    replay.run([(text, text[20:] if row % 2 else text[::-1][20:]) for row, text in enumerate(texts)], 32)
+    assert replay.drafted < 0.01 * replay.tokens
+    assert 100 < considered < 16 * replay.steps / 3
+
+
 def test_an_answer_like_its_prompt_takes_few_steps() -> None:
     rng = random.Random(3)
     text = [rng.randrange(2000) for _ in range(600)]
@@ -299,7 +320,9 @@ def test_a_request_says_what_it_expects_or_that_it_wants_no_drafts(
     found = drafter.propose(np.array([0]), np.array([10]), 0)
     assert (found is None) == (prediction is None)
     drafter.remove(sequence)
-    assert drafter.nbytes == (0 if prediction is None else TextIndex.bytes_for(tenant_module.FIRST_TOKENS))
+    assert drafter.nbytes == (
+        0 if prediction is None else TextIndex.bytes_for(tenant_module.FIRST_TOKENS) + Acceptance.nbytes
+    )
 
 
 def test_short_matches_are_as_sure_as_the_tokens_around_them() -> None:
@@ -331,6 +354,40 @@ def test_tenants_have_no_drafts_of_each_other() -> None:
     assert apart.drafted == 0
 
 
+def test_how_often_a_tenant_is_drafted_does_not_depend_on_others() -> None:
+    """Nor on whether their drafts are right: what is learnt of a tenant's drafts counts for its own only."""
+    rng = random.Random(11)
+    foreseen, unforeseen = ([stream_of(rng, copies, 300) for _ in range(6)] for copies in (1.0, 0.0))
+    mine = stream_of(rng, 0.7, 400)
+    proposed = []
+    for others in (foreseen, unforeseen, []):
+        drafter = Drafter(CONFIG, known_costs(20_000.0, 100.0))
+        for prompt, answer in others:
+            draft_along(drafter, sequence_of(prompt, 0, b"other"), answer)
+        proposed.append(draft_along(drafter, sequence_of(mine[0], 0, b"mine"), mine[1]))
+    assert proposed[0] == proposed[1] == proposed[2]
+    assert sum(map(len, proposed[0])) > 200
+    shared = Drafter(CONFIG, known_costs(20_000.0, 100.0))
+    for prompt, answer in unforeseen:
+        draft_along(shared, sequence_of(prompt, 0, b"mine"), answer)
+    assert draft_along(shared, sequence_of(mine[0], 0, b"mine"), mine[1]) != proposed[0], "of its own it does"
+
+
+def draft_along(drafter: Drafter, sequence: Sequence, answer: list[int]) -> list[list[int]]:
+    """Follow a sequence with enough credit; return what would be drafted behind each of its tokens."""
+    slots, found = np.array([0]), []
+    drafter.add(sequence)
+    for token in answer:
+        drafter._allowance.saved(1e6)
+        drafter.extend(slots, np.array([token], np.int32))
+        proposed = drafter.propose(slots, np.array([24]), 0)
+        found.append(proposed[0].tolist() if proposed else [])
+    drafter.remove(sequence)
+    for _ in range(20):
+        drafter.extend(slots, np.array([0], np.int32))  # by a sequence that is not followed: prompts are indexed
+    return found
+
+
 def test_what_a_request_of_the_tenant_has_asked_is_drafted_to_others() -> None:
     """Prompts, too: one session has read what another one writes."""
     rng = random.Random(8)
@@ -349,7 +406,9 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter_module, "INDEX_BYTES_MAX", 5 * TextIndex.bytes_for(5000))
     monkeypatch.setattr(drafter_module, "FOLLOWED_MAX", 20)
     drafter = Drafter(CONFIG, StepCosts(0.0))
-    most = 5 * TextIndex.bytes_for(5000) + 3 * TextIndex.bytes_for(tenant_module.FIRST_TOKENS)
+    most = 5 * TextIndex.bytes_for(5000) + 3 * (
+        TextIndex.bytes_for(tenant_module.FIRST_TOKENS) + Acceptance.nbytes
+    )
     rng = random.Random(7)
     running: dict[int, Sequence] = {}
     for _ in range(800):
@@ -365,4 +424,4 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drafter.nbytes > 0
     for sequence in running.values():
         drafter.remove(sequence)
-    assert drafter.nbytes == 3 * TextIndex.bytes_for(tenant_module.FIRST_TOKENS)
+    assert drafter.nbytes == 3 * (TextIndex.bytes_for(tenant_module.FIRST_TOKENS) + Acceptance.nbytes)

@@ -10,9 +10,10 @@ from seeds import seeds
 
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
-from trunkline.controller.drafts.acceptance import Acceptance, Others, Source
+from trunkline.controller.drafts.acceptance import Others, Source
 from trunkline.controller.drafts.drafter import LONG_RUNS
 from trunkline.controller.drafts.follower import INTERVAL_LEAST, INTERVAL_MAX, Follower
+from trunkline.controller.drafts.tenant_texts import Tenant
 from trunkline.controller.drafts.text_index import MATCH_MAX, NO_TOKEN, RUNS, RunHashes, TextIndex
 from trunkline.controller.drafts.tree_texts import text_behind
 from trunkline.controller.messages import Submit
@@ -105,10 +106,10 @@ def test_hashes_go_on_from_any_beginning() -> None:
 def test_what_repeats_at_the_end_goes_on_repeating() -> None:
     index = TextIndex(100)
     index.extend(np.array([9, 1, 2, 3], np.int32))
-    assert index.tokens(1, 8).tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
-    assert index.tokens(4, 8).tolist() == []
+    assert index.tokens(1, 8) == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert index.tokens(4, 8) == []
     index.extend(np.array([NO_TOKEN, 5], np.int32))
-    assert index.tokens(1, 8).tolist() == [1, 2, 3], "another text is no continuation"
+    assert index.tokens(1, 8) == [1, 2, 3], "another text is no continuation"
 
 
 def test_overwritten_tokens_are_not_found() -> None:
@@ -118,8 +119,8 @@ def test_overwritten_tokens_are_not_found() -> None:
         hashes.push(token)
     assert index.find(hashes, hashes.mixed()) == ([], 0)
     assert index.token(100) == NO_TOKEN
-    assert index.tokens(100, 4).tolist() == []
-    assert index.tokens(990, 4).tolist() == [990, 991, 992, 993]
+    assert index.tokens(100, 4) == []
+    assert index.tokens(990, 4) == [990, 991, 992, 993]
 
 
 # The tree
@@ -144,7 +145,7 @@ def test_the_tree_knows_how_others_went_on() -> None:
     chunk = root.children[np.arange(100, 108, dtype="<i4").tobytes()]
     text = text_behind(chunk, [108, 109, 110, 111, 112])
     assert text is not None
-    assert text.tokens(0, 100).tolist() == list(range(113, 124)), "the rest of this chunk, and the next one"
+    assert text.tokens(0, 100) == list(range(113, 124)), "the rest of this chunk, and the next one"
     other = text_behind(chunk, [108, 109, 110, 111, 200])
     assert other is not None
     assert [other.token(i) for i in range(3)] == [201, 202, 203]
@@ -157,7 +158,7 @@ def test_of_several_texts_behind_a_path_the_one_used_most_counts() -> None:
     root.children[np.array([1, 2, 5, 6], "<i4").tobytes()].uses = 3
     text = text_behind(root, [1, 2])
     assert text is not None
-    assert text.tokens(0, 9).tolist() == [5, 6]
+    assert text.tokens(0, 9) == [5, 6]
 
 
 def test_a_follower_goes_along_a_path_of_the_tree() -> None:
@@ -170,12 +171,12 @@ def test_a_follower_goes_along_a_path_of_the_tree() -> None:
     for start in (0, CHUNK):
         node = node.children[np.arange(start, start + CHUNK, dtype="<i4").tobytes()]
         sequence.path.append(node)
-    follower, acceptance = Follower(sequence, CHUNK), Acceptance()
+    follower = Follower(sequence, Tenant(), CHUNK)
     foreseen = 0
     for token in answer:
-        tokens, _ = follower.draft(acceptance, 1, 0.0, None, thorough=True)
+        tokens, _ = follower.draft(1, 0.0, thorough=True)
         foreseen += tokens.tolist() == [token]
-        see(follower, token, acceptance)
+        see(follower, token)
         if follower.count % CHUNK == 0:  # as sealing does
             node = node.children[
                 np.array(answer[follower.count - 16 - CHUNK : follower.count - 16], "<i4").tobytes()
@@ -187,62 +188,63 @@ def test_a_follower_goes_along_a_path_of_the_tree() -> None:
 # Followers
 
 
-def indexed(prompt: list[int], prediction: Int32Array | None = None) -> Follower:
-    follower = Follower(sequence_of(prompt), 0, b"" if prediction is None else pack_int32(prediction))
+def indexed(prompt: list[int], prediction: Int32Array | None = None, tenant: Tenant | None = None) -> Follower:
+    packed = b"" if prediction is None else pack_int32(prediction)
+    follower = Follower(sequence_of(prompt), tenant or Tenant(), 0, packed)
     follower.context = TextIndex(len(prompt) + 500)
     while not follower.is_indexed:
         follower.index_some(50)
     return follower
 
 
-def see(follower: Follower, token: int, acceptance: Acceptance, runs: int = ALL) -> None:
-    if follower.extend(token):
-        follower.advance(acceptance, None, runs)
+def see(follower: Follower, token: int, runs: int = ALL) -> None:
+    if follower.extend([token]):
+        follower.advance(runs)
 
 
 def test_an_answer_that_repeats_its_prompt_is_foreseen() -> None:
     text = list(range(50, 250))
-    follower, acceptance = indexed([1, 2, *text, 3, 4]), Acceptance()
+    tenant = Tenant()
+    follower = indexed([1, 2, *text, 3, 4], tenant=tenant)
     right = 0
     for at, token in enumerate(text):
-        tokens, chances = follower.draft(acceptance, 8, 0.001, None, thorough=True)
+        tokens, chances = follower.draft(8, 0.001, thorough=True)
         assert len(tokens) == len(chances)
         assert tokens.tolist() == [*text, 3, 4, *text][at : at + len(tokens)] or at < RUNS[-1]
         assert chances == sorted(chances, reverse=True)
         right += bool(len(tokens))
-        see(follower, token, acceptance)
+        see(follower, token)
     assert right == len(text) - RUNS[-1]
-    assert acceptance.chance(Source.CONTEXT, MATCH_MAX, Others.NONE) > 0.95
+    assert tenant.acceptance.chance(Source.CONTEXT, MATCH_MAX, Others.NONE) > 0.95
 
 
 def test_a_prediction_is_followed_from_its_first_token_and_found_again() -> None:
     predicted = list(range(50, 150))
     follower = indexed([1, 2, 3], np.array(predicted, np.int32))
-    acceptance = Acceptance()
     answer = [*predicted[:30], 7, 8, 9, *predicted[40:]]
     wrong = []
     for at, token in enumerate(answer):
-        if follower.draft(acceptance, 1, 0.0, None, thorough=True)[0].tolist() != [token]:
+        if follower.draft(1, 0.0, thorough=True)[0].tolist() != [token]:
             wrong.append(at)
-        see(follower, token, acceptance)
+        see(follower, token)
     assert wrong == [30, 31, 32, 33], "the part that is new, and one run behind it"
     assert follower.place is None, "the prediction has ended"
 
 
 def test_a_single_token_that_repeats_is_foreseen() -> None:
-    follower, acceptance = indexed([1, 2, 3]), Acceptance()
+    follower = indexed([1, 2, 3])
     for token in [5] * 6:
-        see(follower, token, acceptance)
-    assert follower.draft(acceptance, 4, 0.0, None, thorough=True)[0].tolist() == [5, 5, 5, 5]
+        see(follower, token)
+    assert follower.draft(4, 0.0, thorough=True)[0].tolist() == [5, 5, 5, 5]
 
 
 def test_a_draft_goes_from_one_text_to_another_that_agrees_longer() -> None:
     """The last text that has 3, 4 goes on with 5, 70; but one that has 1, 2, 3, 4, 5 goes on with 60."""
-    follower, acceptance = indexed([1, 2, 3, 4, 5, 60, 61, 62, 0, 3, 4, 5, 70, 71, 1, 2, 3]), Acceptance()
-    see(follower, 4, acceptance)
+    follower = indexed([1, 2, 3, 4, 5, 60, 61, 62, 0, 3, 4, 5, 70, 71, 1, 2, 3])
+    see(follower, 4)
     assert follower.place is not None
     assert follower.place.match == 2
-    tokens, chances = follower.draft(acceptance, 4, 0.0, None, thorough=True)
+    tokens, chances = follower.draft(4, 0.0, thorough=True)
     assert tokens.tolist() == [5, 60, 61, 62]
     assert chances == sorted(chances, reverse=True)
 
@@ -258,11 +260,11 @@ def test_a_draft_goes_from_one_text_to_another_that_agrees_longer() -> None:
 )
 def test_what_other_places_say(prompt: list[int], others: Others) -> None:
     """Behind 0, 6, 1, 2, 3 comes 8; other places are those behind 2, 3 and behind 3."""
-    follower, acceptance = indexed(prompt), Acceptance()
+    follower = indexed(prompt)
     for token in (0, 6, 1, 2, 3):
-        see(follower, token, acceptance)
+        see(follower, token)
     assert follower.place is not None
-    assert follower.draft(acceptance, 1, 0.0, None, thorough=True)[0].tolist() == [8]
+    assert follower.draft(1, 0.0, thorough=True)[0].tolist() == [8]
     assert follower.place.others == others
 
 
@@ -270,19 +272,20 @@ def test_what_other_places_say(prompt: list[int], others: Others) -> None:
 def test_what_is_looked_at_rarely_is_indexed_all_the_same(seed: int) -> None:
     rng = random.Random(seed)
     text = text_of(rng, 400)
-    (rarely, always), acceptance = [indexed(text[:100]) for _ in range(2)], Acceptance()
+    tenant = Tenant()
+    rarely, always = (indexed(text[:100], tenant=tenant) for _ in range(2))
     for token in text[100:]:
-        see(rarely, token, acceptance, rng.choice([ALL, LONG_RUNS, LONG_RUNS, 0]))
+        see(rarely, token, rng.choice([ALL, LONG_RUNS, LONG_RUNS, 0]))
         if rarely.can_draft:
-            rarely.draft(acceptance, 3, 0.0, None, thorough=rng.random() < 0.5)
-        see(always, token, acceptance)
-    rarely.extend(7)
-    rarely.advance(acceptance, None, ALL)
-    see(always, 7, acceptance)
+            rarely.draft(3, 0.0, thorough=rng.random() < 0.5)
+        see(always, token)
+    rarely.extend([7])
+    rarely.advance(ALL)
+    see(always, 7)
     assert rarely.output.tolist() == always.output.tolist() == [*text[100:], 7]
     assert rarely.context is not None
     assert always.context is not None
-    assert rarely.context.tokens(0, 401).tolist() == always.context.tokens(0, 401).tolist() == [*text, 7]
+    assert rarely.context.tokens(0, 401) == always.context.tokens(0, 401) == [*text, 7]
     followed = rarely.place
     assert (
         followed is None
@@ -295,23 +298,23 @@ def test_what_is_looked_at_rarely_is_indexed_all_the_same(seed: int) -> None:
 def test_a_copy_is_found_where_it_is_looked_for_rarely(before: int, within: int) -> None:
     """The more rarely, the longer nothing was found."""
     text = list(range(50, 250))
-    follower, acceptance = indexed(text), Acceptance()
+    follower = indexed(text)
     for token in range(1000, 1000 + before):
-        see(follower, token, acceptance, LONG_RUNS)
+        see(follower, token, LONG_RUNS)
     for token in text[: 2 * within + RUNS[0]]:
-        see(follower, token, acceptance, LONG_RUNS)
+        see(follower, token, LONG_RUNS)
     assert follower.can_draft
-    guessed, _ = follower.draft(acceptance, 1, 0.0, None, thorough=False)
+    guessed, _ = follower.draft(1, 0.0, thorough=False)
     assert guessed.tolist() == [text[2 * within + RUNS[0]]]
 
 
 def test_looks_become_rare_where_nothing_is_found() -> None:
-    follower, acceptance = indexed(list(range(50))), Acceptance()
+    follower = indexed(list(range(50)))
     due = []
     for at in range(1000):
-        due.append(follower.extend(1000 + at))
+        due.append(follower.extend([1000 + at]))
         if due[-1]:
-            follower.advance(acceptance, None, LONG_RUNS)
+            follower.advance(LONG_RUNS)
     gaps = np.diff(np.flatnonzero(due)).tolist()
     assert gaps[:4] == [INTERVAL_LEAST, 2 * INTERVAL_LEAST, 4 * INTERVAL_LEAST, INTERVAL_MAX]
     assert set(gaps[4:]) == {INTERVAL_MAX}
@@ -319,16 +322,14 @@ def test_looks_become_rare_where_nothing_is_found() -> None:
 
 def test_a_long_prompt_is_indexed_part_by_part_while_tokens_come() -> None:
     prompt = list(range(10_000))
-    follower, acceptance = Follower(sequence_of(prompt), 0), Acceptance()
+    follower = Follower(sequence_of(prompt), Tenant(), 0)
     follower.context = TextIndex(12_000)
     for token in range(500, 520):
         assert follower.index_some(100) == 100
-        see(follower, token, acceptance)
+        see(follower, token)
     assert not follower.is_indexed
-    assert follower.draft(acceptance, 3, 0.0, None, thorough=True)[0].tolist() == [520, 521, 522], (
-        "from the part that is indexed"
-    )
+    assert follower.draft(3, 0.0, thorough=True)[0].tolist() == [520, 521, 522], "from the part that is indexed"
     while not follower.is_indexed:
         follower.index_some(3000)
     assert follower.context.count == 10_020
-    assert follower.context.tokens(9_998, 5).tolist() == [9998, 9999, 500, 501, 502]
+    assert follower.context.tokens(9_998, 5) == [9998, 9999, 500, 501, 502]

@@ -9,8 +9,9 @@ import pytest
 from seeds import seeds
 
 from trunkline.controller.drafts import tenant_texts
+from trunkline.controller.drafts.acceptance import Acceptance
 from trunkline.controller.drafts.tenant_texts import BLOCK, TenantTexts, pieces_unknown
-from trunkline.controller.drafts.text_index import NO_TOKEN, RUNS, RunHashes, TextIndex
+from trunkline.controller.drafts.text_index import MOVED_FIRST, NO_TOKEN, RUNS, RunHashes, TextIndex
 from trunkline.kvstore.chunks import Int32Array
 
 
@@ -30,7 +31,7 @@ def indexed(texts: TenantTexts, salt: bytes, prompt: Int32Array, most: int = 1 <
     texts.add(salt, prompt, np.empty(0, np.int32))
     while texts.waits:
         assert 0 < texts.index_some(most) <= most
-    index = texts.get(salt)
+    index = texts.of(salt).index
     assert index is not None
     return index
 
@@ -46,7 +47,7 @@ def test_only_what_is_new_of_a_prompt_is_added(seed: int) -> None:
         part = text_of(rng, rng.randint(1, 500))
         session = np.concatenate([session[:at], part, session[at:]])
         new += len(part)
-        before = index.count if (index := texts.get(b"")) is not None else 0
+        before = index.count if (index := texts.of(b"").index) is not None else 0
         index = indexed(texts, b"", session, most)
         assert index.count - before <= new + 20 * (BLOCK + RUNS[0] + 1) + (len(session) if most < 1000 else 0)
         new = 0
@@ -74,38 +75,94 @@ def test_what_is_left_out_stands_in_the_index(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(6))
-def test_an_index_grows_without_forgetting(seed: int) -> None:
+def test_an_index_grows_in_steps_without_forgetting(seed: int) -> None:
+    """Tokens come meanwhile, fewer than are indexed again."""
     rng = random.Random(seed)
     text, small = text_of(rng, 3000), TextIndex(256)
     large = TextIndex(4096)
-    large.extend(text[:200])
-    small.extend(text[:200])
-    for capacity in (100, 500, 4096):
+    count = 0
+
+    def add(length: int) -> None:
+        nonlocal count
+        for index in (small, large):
+            index.extend(text[count : count + length])
+        count += length
+
+    add(200)
+    small.grow(100)
+    assert not small.grows
+    for capacity in (512, 4096):
         small.grow(capacity)
-        assert small.nbytes == TextIndex.bytes_for(max(256, capacity))
-        assert all(small.token(place) == text[place] for place in range(200))
-    small.extend(text[200:])
-    large.extend(text[200:])
+        assert small.grows
+        assert small.nbytes > TextIndex.bytes_for(capacity), "both, while it grows"
+        while small.grows:
+            assert 0 < small.grow_some(rng.randint(20, 60)) <= 60
+            add(rng.randint(1, 20))
+            small.grow_some(20)
+        assert small.count == count
+        assert small.nbytes == TextIndex.bytes_for(capacity)
+        assert [small.token(place) for place in range(count)] == text[:count].tolist()
+        add(500 - count if capacity == 512 else 0)
+    add(3000 - count)
     for at in range(RUNS[0], 3000, 11):
         hashes = RunHashes(text[:at].tolist())
         assert small.find(hashes, hashes.mixed()) == large.find(hashes, hashes.mixed())
-    full = TextIndex(256)
+
+
+def test_what_is_overwritten_while_an_index_grows_is_forgotten() -> None:
+    rng, full = random.Random(3), TextIndex(256)
+    text = text_of(rng, 2000)
     full.extend(text[:1000])
     full.grow(512)
-    assert full.count == 1000
-    assert [full.token(place) for place in (700, 744, 999, 1000)] == [NO_TOKEN, text[744], text[999], NO_TOKEN]
+    assert full.grow_some(100) == 100
+    full.extend(text[1000:1200])  # more than was indexed again
+    assert full.grows
+    while full.grows:
+        full.grow_some(100)
+    assert full.count == 1200
+    assert [full.token(place) for place in (943, 944, 1199, 1200)] == [NO_TOKEN, text[944], text[1199], NO_TOKEN]
+    for at in range(944 + RUNS[0], 1200):
+        assert follows(full, text, at)
+    full.grow(1024)
+    full.clear()
+    assert not full.grows
+
+
+def test_growing_is_bounded_by_step() -> None:
+    """No call indexes more again than it may, and a tenant that is forgotten meanwhile is not gone on with."""
+    rng, texts = random.Random(4), TenantTexts()
+    text = text_of(rng, tenant_texts.FIRST_TOKENS - 10)
+    index = indexed(texts, b"a", text)
+    texts.add(b"a", np.empty(0, np.int32), text[:20])
+    assert texts.waits
+    assert index.grows
+    done = []
+    while texts.waits:
+        done.append(texts.index_some(1000))
+    assert sum(done) == tenant_texts.FIRST_TOKENS, "all that is kept"
+    assert done[:5] == [MOVED_FIRST, MOVED_FIRST, 2 * MOVED_FIRST, 4 * MOVED_FIRST, 1000], "little at first"
+    assert max(done) == 1000
+    assert index.nbytes == TextIndex.bytes_for(2 * tenant_texts.FIRST_TOKENS)
+    for number in range(4):  # grows again, and is forgotten
+        texts.add(b"a", np.empty(0, np.int32), text[number * 2048 : (number + 1) * 2048])
+    assert index.grows
+    for number in range(tenant_texts.TENANTS_MAX):
+        texts.of(b"%d" % number)
+    assert not texts.waits
 
 
 def test_memory_of_tenants_and_of_waiting_prompts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tenant_texts, "TENANT_BYTES_MAX", 4 * TextIndex.bytes_for(tenant_texts.FIRST_TOKENS))
+    monkeypatch.setattr(
+        tenant_texts, "TENANT_BYTES_MAX", 4 * (TextIndex.bytes_for(tenant_texts.FIRST_TOKENS) + Acceptance.nbytes)
+    )
     monkeypatch.setattr(tenant_texts, "WAITING_MAX", 30_000)
     rng, texts = random.Random(1), TenantTexts()
     for number in range(12):
         index = indexed(texts, b"%d" % number, text_of(rng, 5000))
         assert index.count > 5000
-    assert [number for number in range(12) if texts.get(b"%d" % number) is not None] == [8, 9, 10, 11]
+    assert [number for number in range(12) if b"%d" % number in texts._tenants] == [8, 9, 10, 11]
     indexed(texts, b"9", text_of(rng, 20_000))
-    assert [number for number in range(12) if texts.get(b"%d" % number) is not None] == [9], "it has grown"
+    assert [number for number in range(12) if b"%d" % number in texts._tenants] == [9], "it has grown"
     for number in range(5):
         texts.add(b"%d" % number, text_of(rng, 12_000), np.empty(0, np.int32))
     assert texts.index_some(1 << 20) == 24_000, "the oldest were given up"
@@ -115,12 +172,12 @@ def test_an_output_is_there_at_once_and_its_prompt_behind_it() -> None:
     rng, texts = random.Random(2), TenantTexts()
     prompt, output = text_of(rng, 300), text_of(rng, 50)
     texts.add(b"a", prompt, output)
-    assert follows(texts.get(b"a"), output, 20)
-    assert not follows(texts.get(b"a"), prompt, 20)
+    assert follows(texts.of(b"a").index, output, 20)
+    assert not follows(texts.of(b"a").index, prompt, 20)
     assert texts.index_some(100) == 100
-    assert follows(texts.get(b"a"), prompt, 90)
-    assert not follows(texts.get(b"a"), prompt, 190)
+    assert follows(texts.of(b"a").index, prompt, 90)
+    assert not follows(texts.of(b"a").index, prompt, 190)
     assert texts.index_some(1000) == 200
     assert not texts.waits
-    assert follows(texts.get(b"a"), prompt, 290)
-    assert texts.get(b"b") is None
+    assert follows(texts.of(b"a").index, prompt, 290)
+    assert texts.of(b"b").index is None

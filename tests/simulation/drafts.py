@@ -78,8 +78,8 @@ class RandomDrafts(DraftSource):
         assert slot in self.here
 
     @property
-    def is_calm(self) -> bool:
-        return False
+    def calm_steps(self) -> int:
+        return 0
 
     def settle(self, slots: Slots, tokens: Int32Array, steps: list[int]) -> None:
         raise AssertionError("it is never calm")

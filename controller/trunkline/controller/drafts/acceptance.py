@@ -4,7 +4,7 @@ A follower compares every token that arrives with the one that it would have dra
 not. So no step is spent on finding out how often drafts are right, and a text that cannot be drafted costs
 nothing.
 
-    chance = of all sequences, for this source, length of match, and what other places say
+    chance = of all sequences of the tenant, for this source, length of match, and what other places say
              ×  how drafts of this token, and those behind the token before it, do compared with that
              ×  how this sequence does compared with that
 
@@ -73,12 +73,15 @@ TOKEN_TRIALS: Final = 8.0
 """Number of tokens as which the others count beside a token's own."""
 TOKEN_KEPT: Final = 0.99
 """Part of a token's own count that each new trial leaves."""
-TOKEN_SLOTS: Final = 1 << 16
+TOKEN_SLOTS: Final = 1 << 13
 """Number of tokens that are told apart; others share their counts with one of these."""
 
 
 class Acceptance:
-    """How often drafts have been right, over all sequences."""
+    """How often drafts have been right, over all sequences of a tenant."""
+
+    nbytes: Final = 4 * 4 * TOKEN_SLOTS
+    """Bytes of memory, nearly."""
 
     def __init__(self) -> None:
         self._trials = [[[PRIOR_TRIALS] * len(CLASSES) for _ in Others] for _ in Source]
@@ -105,12 +108,15 @@ class Acceptance:
         Args:
             fit: how the sequence does compared with others (`Fit.ratio`).
         """
-        rates, found, product = self._rates[source][Others.NONE], [], 1.0
-        for ahead in range(count):
-            product *= min(rates[_CLASS[min(match + ahead, MATCH_MAX)]] * fit, CHANCE_MAX)
-            if product < least:
-                break
-            found.append(product)
+        rates, found, product = self._rates[source][Others.NONE], list[float](), 1.0
+        for class_ in range(_CLASS[match], len(CLASSES)):
+            rate = min(rates[class_] * fit, CHANCE_MAX)
+            stop = CLASSES[class_ + 1] - match if class_ + 1 < len(CLASSES) else count
+            for _ in range(len(found), min(stop, count)):
+                product *= rate
+                if product < least:
+                    return found
+                found.append(product)
         return found
 
     def learn(self, source: Source, match: int, others: Others, *, is_right: bool) -> None:
@@ -124,7 +130,7 @@ class TokenFits:
     """How often drafts have been right, by a token, compared with all others."""
 
     def __init__(self) -> None:
-        self._right, self._expected = (array("d", bytes(8 * TOKEN_SLOTS)) for _ in range(2))
+        self._right, self._expected = (array("f", bytes(4 * TOKEN_SLOTS)) for _ in range(2))
 
     def learn(self, token: int, chance: float, *, is_right: bool) -> None:
         """Take in whether a draft was right of which others have this chance."""

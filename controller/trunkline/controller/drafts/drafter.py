@@ -1,12 +1,13 @@
 """The source of drafts of one scheduler: follows its decoding sequences, and says what each should draft. Pure.
 
-    add ─► extend … ─► remove     each token moves its sequence's follower, and teaches how often drafts are right
+    add ─► extend … ─► remove     each token moves its sequence's follower, and teaches how often drafts are
+                                  right; where nothing can pay, tokens of some steps are held together
     waits, propose                would drafts pay now? which, and how long (`length.py`)
 
 A token that a follower foresaw counts as right whether it was drafted or not, so nothing is spent on trying.
 Drafts never cross tenants, whose answers would tell by their speed what others have been told: each salt has an
-index of its texts (`tenant_texts.py`), and the tree is looked at only behind a sequence's own path. Memory is
-bounded: without room for an index, a sequence does without it.
+index of its texts and counts of its own (`tenant_texts.py`), and the tree is looked at only behind a sequence's
+own path. Memory is bounded: without room for an index, a sequence does without it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkline.controller.drafts.acceptance import Acceptance, Source
+from trunkline.controller.drafts.acceptance import Source
 from trunkline.controller.drafts.allowance import Allowance
 from trunkline.controller.drafts.follower import Follower
 from trunkline.controller.drafts.length import Lengths
@@ -46,16 +47,22 @@ GROWTH_TOKENS: Final = 4096
 """Room for output in the index of a sequence; a longer output overwrites the prompt's oldest tokens."""
 LONG_RUNS: Final = 1
 """Number of lengths of `RUNS` that are looked for where short matches are not worth it."""
-TRACK_US: Final = 4.0
-"""Price of a token of a sequence that has a place."""
-LOOK_US: Final = 10.0
+HELD_MAX: Final = 64
+"""Largest number of tokens of a sequence that wait while nothing may be looked at; then its place is lost."""
+CALM_STEPS_MAX: Final = 24
+"""Largest number of steps whose tokens are held together."""
+TRACK_US: Final = 14.0
+"""Price of going on with a sequence that has a place."""
+COMPARE_US: Final = 3.0
+"""Price of each token that is compared with a place."""
+LOOK_US: Final = 30.0
 """Price of looking for a long match."""
-THOROUGH_US: Final = 25.0
+THOROUGH_US: Final = 35.0
 """Price of looking for every match."""
-DRAFT_US: Final = 15.0
+DRAFT_US: Final = 20.0
 """Price of a draft that is considered."""
-CHOOSE_US: Final = 15.0
-"""Price of choosing lengths."""
+CHOOSE_US: Final = 30.0, 8.0
+"""Price of choosing lengths, and of each draft more."""
 
 
 class Drafter:
@@ -70,8 +77,11 @@ class Drafter:
         self._unindexed: deque[Follower] = deque()
         """Followers whose prompts are not wholly indexed, in order of arrival."""
         self._index_bytes = 0
+        self._held: list[tuple[Slots, Int32Array]] = []
+        """The tokens of the latest steps, which no follower has got yet."""
+        self._rest = 1
+        """Number of steps whose tokens are held before they are looked at."""
         self._tenants = TenantTexts()
-        self._acceptance = Acceptance()
         self._allowance = Allowance()
         self._lengths = Lengths(costs)
         self._serial: _SerialStep | None = None
@@ -97,14 +107,17 @@ class Drafter:
             return
         if self._index_bytes + TextIndex.bytes_for(len(prediction) // 4 + 1) > INDEX_BYTES_MAX:
             prediction = b""
-        follower = Follower(sequence, self._chunk_size, prediction)
+        self._hand_over()
+        follower = Follower(sequence, self._tenants.of(sequence.salt), self._chunk_size, prediction)
         self._index_bytes += follower.nbytes
         self._placed += follower.place is not None
         self._followers[sequence.slot] = follower
         self._unindexed.append(follower)
+        self._rest = 1
 
     def remove(self, sequence: Sequence) -> None:
         """Stop following a sequence; its texts are a source of drafts for others of its tenant."""
+        self._hand_over()
         follower = self._followers.pop(sequence.slot, None)
         if follower is None:
             return
@@ -118,26 +131,58 @@ class Drafter:
         """Take in the next token of some sequences."""
         if self._serial is not None:
             self._serial.tokens += len(slots)
-        if not self._followers and not self._tenants.waits:
-            return
-        for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
-            if (follower := self._followers.get(slot)) is not None and follower.extend(token):
-                self._advance(follower)
-        if (self._unindexed or self._tenants.waits) and not self._allowance.is_broke:
+        if self._followers:
+            self._held.append((slots, tokens))
+            if len(self._held) >= self._rest:
+                self._look()
+        if self._unindexed or self._tenants.waits:
             self._index_prompts()
+
+    def _look(self) -> None:
+        """Look at the tokens that are held, as far as the allowance admits, and decide when to look again."""
+        if self._allowance.is_broke and len(self._held) < HELD_MAX:
+            self._rest = min(len(self._held) + self._allowance.broke_steps, HELD_MAX)
+            return
+        for follower in self._hand_over():
+            self._advance(follower)
+        if self._allowance.is_broke:
+            self._rest = self._allowance.broke_steps
+        elif self._placed:
+            self._rest = 1
+        else:
+            self._rest = min(follower.interval for follower in self._followers.values())
+        self._rest = min(self._rest, CALM_STEPS_MAX)
+
+    def _hand_over(self) -> list[Follower]:
+        """Give the tokens that are held to their followers; return those that are due."""
+        held, self._held = self._held, []
+        due: list[Follower] = []
+        while held:
+            slots, count = held[0][0], 1
+            while count < len(held) and (held[count][0] is slots or np.array_equal(held[count][0], slots)):
+                count += 1
+            columns = np.stack([tokens for _, tokens in held[:count]], axis=1)
+            for slot, drawn in zip(slots.tolist(), columns.tolist(), strict=True):
+                if (follower := self._followers.get(slot)) is not None and follower.extend(drawn):
+                    due.append(follower)
+            del held[:count]
+        return list(dict.fromkeys(due))
 
     def _advance(self, follower: Follower) -> None:
         """Look at tokens that wait, as far as the allowance admits."""
-        runs, price = LONG_RUNS, TRACK_US if follower.place is not None else LOOK_US
         if self._allowance.is_broke:
-            if not follower.must_advance:
-                return
-            runs = 0
-        elif self._is_thorough(follower):
-            runs, price = len(RUNS), THOROUGH_US
+            if follower.waiting_count >= HELD_MAX:
+                self._placed -= follower.place is not None
+                follower.skip()
+            return
+        runs, price = LONG_RUNS, LOOK_US
+        if follower.place is not None:
+            self._placed -= 1
+            price = TRACK_US + COMPARE_US * follower.waiting_count
+        if self._is_thorough(follower):
+            runs, price = len(RUNS), max(price, THOROUGH_US)
         self._allowance.spend(price)
-        self._placed -= follower.place is not None
-        follower.advance(self._acceptance, self._tenants.get(follower.sequence.salt), runs)
+        follower.advance(runs)
         self._placed += follower.place is not None
 
     def _is_thorough(self, follower: Follower) -> bool:
@@ -145,6 +190,9 @@ class Drafter:
         return self._allowance.is_rich and follower.is_likely(self._least)
 
     def _index_prompts(self) -> None:
+        """Index a part of the prompts that wait for it, if there are some and the allowance admits it."""
+        if not (self._unindexed or self._tenants.waits) or self._allowance.is_broke:
+            return
         budget = INDEX_TOKENS_PER_STEP
         while self._unindexed and budget > 0:
             follower = self._unindexed[0]
@@ -165,18 +213,23 @@ class Drafter:
     def foretold(self, slot: int, tokens: Int32Array) -> None:
         """Let a sequence draft what its grammar demands."""
         follower = self._followers.get(slot)
-        if follower is None or not len(tokens) or tokens.min() < 0:
+        if follower is None or self._allowance.is_broke or not len(tokens) or tokens.min() < 0:
             return
+        self._allowance.spend(TRACK_US)
+        self._hand_over()
         self._placed -= follower.place is not None
-        follower.foretold(tokens, self._acceptance)
+        follower.foretold(tokens)
         self._placed += 1
+        self._rest = 1
 
     @property
-    def is_calm(self) -> bool:
-        """Whether there will be no guesses before many more tokens have come."""
-        if self._placed or self._unindexed or self._tenants.waits or self._serial is not None:
-            return False
-        return all(follower.is_calm for follower in self._followers.values())
+    def calm_steps(self) -> int:
+        """For how many steps more there will be no guesses."""
+        if self._serial is not None:
+            return 0
+        if (self._unindexed or self._tenants.waits) and not self._allowance.is_broke:
+            return 0
+        return max(0, self._rest - len(self._held)) if self._followers else CALM_STEPS_MAX
 
     def settle(self, slots: Slots, tokens: Int32Array, steps: list[int]) -> None:
         """Take in the tokens of steps that were neither `planned` nor `answered` here."""
@@ -191,6 +244,9 @@ class Drafter:
         if self._waits is None:
             chances = [chances[1:] for _, chances in self._drafts(slots.tolist(), 0, ahead=1)]
             self._waits = self._lengths.choose(len(slots), 0, chances) is not None
+            if chances and not self._waits:
+                price = CHOOSE_US[0] + (TRACK_US + COMPARE_US + DRAFT_US + CHOOSE_US[1]) * self._placed
+                self._rest = min(self._allowance.rest(price), CALM_STEPS_MAX)
         return self._waits
 
     def propose(self, slots: Slots, room: NDArray[np.int64], prefill_tokens: int) -> list[Int32Array] | None:
@@ -208,9 +264,13 @@ class Drafter:
         self._rows, self._plain_us = len(slots), self._lengths.plain_us(len(slots), prefill_tokens)
         self._least = least = self._lengths.least_chance(len(slots), prefill_tokens)
         placed, most = self._placed, self._placed * log1p(DRAFT_MAX)
-        if self._allowance.is_broke or not self._lengths.may_pay(len(slots), prefill_tokens, most, placed):
+        if (
+            self._held
+            or self._allowance.is_broke
+            or not self._lengths.may_pay(len(slots), prefill_tokens, most, placed)
+        ):
             return []
-        self._allowance.spend(CHOOSE_US + DRAFT_US * placed)
+        self._allowance.spend(CHOOSE_US[0] + (DRAFT_US + CHOOSE_US[1]) * placed)
         found = []
         for index, slot in enumerate(slots):
             row = self._followers.get(slot)
@@ -218,8 +278,7 @@ class Drafter:
                 found.append(_NO_DRAFT)
                 continue
             count = DRAFT_MAX + ahead if room is None else min(DRAFT_MAX, room[index])
-            recent = self._tenants.get(row.sequence.salt)
-            found.append(row.draft(self._acceptance, count, least, recent, thorough=self._is_thorough(row)))
+            found.append(row.draft(count, least, thorough=self._is_thorough(row)))
         return found
 
     def is_prediction(self, slot: int) -> bool:

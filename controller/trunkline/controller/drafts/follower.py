@@ -15,7 +15,8 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from trunkline.controller.drafts.acceptance import CHANCE_MAX, Acceptance, Fit, Others, Source
+from trunkline.controller.drafts.acceptance import CHANCE_MAX, Fit, Others, Source
+from trunkline.controller.drafts.tenant_texts import Tenant
 from trunkline.controller.drafts.text_index import MATCH_MAX, NO_TOKEN, RUNS, TAIL_MAX, RunHashes, TextIndex
 from trunkline.controller.drafts.tree_texts import TreeText, text_behind
 from trunkline.controller.sequences.sequence import Sequence
@@ -44,7 +45,7 @@ class Text(Protocol):
         """Return the token at a position; `NO_TOKEN`: it is not there."""
         ...
 
-    def tokens(self, place: int, count: int) -> Int32Array:
+    def tokens(self, place: int, count: int) -> list[int]:
         """Return up to `count` tokens from a position on."""
         ...
 
@@ -69,6 +70,7 @@ class Follower:
         "_hashes",
         "_interval",
         "_late",
+        "_tenant",
         "_to_index",
         "_tree_looked",
         "_waiting",
@@ -81,14 +83,16 @@ class Follower:
         "sequence",
     )
 
-    def __init__(self, sequence: Sequence, chunk_size: int, prediction: bytes = b"") -> None:
+    def __init__(self, sequence: Sequence, tenant: Tenant, chunk_size: int, prediction: bytes = b"") -> None:
         """
         Args:
+            tenant: whose sequence it is.
             chunk_size: tokens of a chunk of the radix tree; 0: the tree is not looked at.
             prediction: int32 token ids that the answer may be like.
         """
         tokens = sequence.tokens
         self.sequence = sequence
+        self._tenant = tenant
         self.place: Place | None = None
         self.context: TextIndex | None = None
         """Index of the sequence's own tokens; None: it has none (yet)."""
@@ -143,16 +147,15 @@ class Follower:
             self.is_indexed = True
         return stop - start
 
-    def extend(self, token: int) -> bool:
-        """Take in the sequence's next token, which waits for `advance`; return whether that is due."""
-        self._waiting.append(token)
+    def extend(self, tokens: list[int]) -> bool:
+        """Take in the sequence's next tokens, which wait for `advance`; return whether that is due."""
+        self._waiting += tokens
         return len(self._waiting) >= self._interval
 
-    def advance(self, acceptance: Acceptance, recent: TextIndex | None, runs: int) -> None:
+    def advance(self, runs: int) -> None:
         """Go on behind the tokens that wait, and look for the longest match if the place is lost.
 
         Args:
-            recent: index of the tenant's earlier texts; None: there is none.
             runs: number of lengths of `RUNS` that are looked for. All: also while a place is held that agrees with
                 few tokens. 0: nothing is looked for.
         """
@@ -161,14 +164,12 @@ class Follower:
             self._index_late()
         foreseen, last = 0, self._hashes.tail[-1]
         while place is not None and foreseen < len(tokens):
-            place = self._compare(place, last, last := tokens[foreseen], acceptance)
+            place = self._compare(place, last, last := tokens[foreseen])
             foreseen += place is not None
         self._note(foreseen, len(tokens))
-        self._hashes.extend(tokens)
-        self.came.extend(tokens)
-        self._late += len(tokens)
+        self._take_in(tokens)
         if runs and (place is None or (thorough and place.match < SURE)):
-            place = self._look(place, self._hashes.mixed(), recent, self.came[-self._late :], runs)
+            place = self._look(place, self._hashes.mixed(), self.came[-self._late :], runs)
         if thorough or self._late >= LATE_MAX:
             self._index_late()
         self.place = place
@@ -178,10 +179,24 @@ class Follower:
         else:  # it fails again and again: less often
             self._interval = min(max(2 * self._interval, INTERVAL_LEAST), INTERVAL_MAX)
 
-    def foretold(self, tokens: Int32Array, acceptance: Acceptance) -> None:
+    def skip(self) -> None:
+        """Take in the tokens that wait without looking at any: the place is lost."""
+        self._take_in(self._waiting)
+        self.place, self._waiting = None, []
+        self._interval = max(self._interval, INTERVAL_LEAST)
+
+    def _take_in(self, tokens: list[int]) -> None:
+        if len(tokens) == 1:
+            self._hashes.push(tokens[0])
+        else:
+            self._hashes.extend(tokens)
+        self.came.extend(tokens)
+        self._late += len(tokens)
+
+    def foretold(self, tokens: Int32Array) -> None:
         """Go on along what the grammar demands behind the sequence's tokens so far."""
         if self._waiting:
-            self.advance(acceptance, None, 0)
+            self.advance(0)
         self.place = Place(TreeText(tokens), Source.GRAMMAR, 0, MATCH_MAX)
         self._interval = 1
 
@@ -201,14 +216,14 @@ class Follower:
         return self.place is not None and not self._waiting
 
     @property
-    def is_calm(self) -> bool:
-        """Whether a match is looked for rarely only."""
-        return self._interval >= INTERVAL_LEAST
+    def interval(self) -> int:
+        """Number of tokens that wait before they are looked at."""
+        return self._interval
 
     @property
-    def must_advance(self) -> bool:
-        """Whether no more tokens may wait."""
-        return len(self._waiting) >= INTERVAL_MAX
+    def waiting_count(self) -> int:
+        """Number of tokens that wait."""
+        return len(self._waiting)
 
     def is_likely(self, least: float) -> bool:
         """Return whether rows are so cheap, or so many tokens foreseen, that short matches are worth being looked
@@ -236,13 +251,14 @@ class Follower:
                 self.context.extend(np.array(self.came[-self._late :], np.int32))
         self._late = 0
 
-    def _compare(self, place: Place, last: int, token: int, acceptance: Acceptance) -> Place | None:
+    def _compare(self, place: Place, last: int, token: int) -> Place | None:
         """Return the place behind `token`, and learn whether it was the expected one; None: it was not, or the
         text has ended.
 
         Args:
             last: the token before it.
         """
+        acceptance = self._tenant.acceptance
         text, source, at, match, others = place
         expected = text.token(at)
         if expected == NO_TOKEN:  # the prompt is not indexed so far
@@ -266,12 +282,11 @@ class Follower:
         self,
         place: Place | None,
         mixed: list[int],
-        recent: TextIndex | None,
         behind: Items[int],
         runs: int = len(RUNS),
     ) -> Place | None:
         """Return the place with the longest match, `place` included, or else one in the tree."""
-        place = self._longest(place, self._hashes, mixed, recent, behind, runs)
+        place = self._longest(place, self._hashes, mixed, behind, runs)
         if place is None or place.source is not Source.TREE:
             return self._in_tree() or place
         return place
@@ -281,7 +296,6 @@ class Follower:
         place: Place | None,
         hashes: RunHashes,
         mixed: list[int],
-        recent: TextIndex | None,
         behind: Items[int],
         runs: int = len(RUNS),
     ) -> Place | None:
@@ -298,7 +312,7 @@ class Follower:
         for source, index in (
             (Source.PREDICTION, self.prediction),
             (Source.CONTEXT, self.context),
-            (Source.RECENT, recent),
+            (Source.RECENT, self._tenant.index),
         ):
             if index is None:
                 continue
@@ -330,9 +344,7 @@ class Follower:
             return None
         return Place(text, Source.TREE, 0, MATCH_MAX)
 
-    def draft(
-        self, acceptance: Acceptance, count: int, least: float, recent: TextIndex | None, *, thorough: bool
-    ) -> tuple[Int32Array, list[float]]:
+    def draft(self, count: int, least: float, *, thorough: bool) -> tuple[Int32Array, list[float]]:
         """Return the sequence's likely next tokens, `count` or fewer, and for each how likely it and all before it
         are right: those that are at least `least`.
 
@@ -341,10 +353,9 @@ class Follower:
 
         Args:
             least: the chance from which on a drafted token is worth its row.
-            recent: as in `advance`.
             thorough: whether to look anew; else the draft stays in one text.
         """
-        place, likely = self.place, 1.0
+        place, likely, acceptance = self.place, 1.0, self._tenant.acceptance
         if place is not None and self._late and (thorough or self._nears_end(place, count)):
             self._index_late()
         tokens: list[int] = []
@@ -353,7 +364,7 @@ class Follower:
         last = self._hashes.tail[-1]
         while place is not None and len(tokens) < count:
             if (place.match >= SURE or not thorough) and place.text.token(place.at) != NO_TOKEN:
-                rest = self._along(place, acceptance, count - len(tokens), least / likely)
+                rest = self._along(place, count - len(tokens), least / likely)
                 tokens += rest[0]
                 chances += [likely * chance for chance in rest[1]]
                 break
@@ -374,7 +385,7 @@ class Follower:
             hashes.push(token)
             place = Place(place.text, place.source, place.at + 1, min(place.match + 1, MATCH_MAX))
             if thorough and place.match < SURE:
-                place = self._longest(place, hashes, hashes.mixed(), recent, tokens)
+                place = self._longest(place, hashes, hashes.mixed(), tokens)
         return np.array(tokens, np.int32), chances
 
     def _token(self, text: Text, at: int, behind: Items[int]) -> int:
@@ -385,12 +396,11 @@ class Follower:
             return behind[beyond] if 0 <= beyond < len(behind) else NO_TOKEN
         return token
 
-    def _along(
-        self, place: Place, acceptance: Acceptance, count: int, least: float
-    ) -> tuple[list[int], list[float]]:
+    def _along(self, place: Place, count: int, least: float) -> tuple[list[int], list[float]]:
         """Return what stands at a place, `count` tokens or fewer, with the chances that are `least` or more."""
-        chances = acceptance.chances(place.source, place.match, count, self._fit(place.source), least)
-        tokens = place.text.tokens(place.at, len(chances)).tolist() if chances else []
+        fit, acceptance = self._fit(place.source), self._tenant.acceptance
+        chances = acceptance.chances(place.source, place.match, count, fit, least)
+        tokens = place.text.tokens(place.at, len(chances)) if chances else []
         return tokens, chances[: len(tokens)]
 
     def _fit(self, source: Source) -> float:

@@ -166,10 +166,9 @@ class Lengths:
         bubble_us, margin = self.bubble.us, log(self.worth.margin)
         if len(chances) == rows == 1:
             return _one_length(chances[0], (plain_us + bubble_us) / plain_us, row_us / plain_us, margin)
+        drafting = [row for row, chain in enumerate(chances) if chain]
         width = max(map(len, chances))
-        table = np.zeros((len(chances), width))
-        for line, chain in zip(table, chances, strict=True):
-            line[: len(chain)] = chain
+        table = np.array([[*chances[row], *[0.0] * (width - len(chances[row]))] for row in drafting])
         gain = np.log1p(table.cumsum(axis=1))
         gain[:, 1:] -= gain[:, :-1].copy()
         order = np.argsort(-gain, axis=None, kind="stable")[: sum(map(len, chances))]  # what is filled up gains 0
@@ -178,10 +177,12 @@ class Lengths:
         without = rows - np.cumsum(order % width == 0)
         values = gain.ravel()[order].cumsum() - (rows + BYSTANDER * without) * np.log(times / plain_us)
         best = int(values.argmax())
-        lengths = np.bincount(order[: best + 1] // width, minlength=len(chances))
+        lengths = np.bincount(order[: best + 1] // width, minlength=len(drafting))
         if values[best] < np.count_nonzero(lengths) * margin:
             return None
-        found: list[int] = lengths.tolist()
+        found = [0] * len(chances)
+        for row, length in zip(drafting, lengths.tolist(), strict=True):
+            found[row] = length
         return found
 
     def _row_us(self, rows: int, prefill_tokens: int) -> float:

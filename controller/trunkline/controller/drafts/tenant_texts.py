@@ -16,6 +16,7 @@ from typing import Final
 
 import numpy as np
 
+from trunkline.controller.drafts.acceptance import Acceptance
 from trunkline.controller.drafts.text_index import NO_TOKEN, RUNS, TextIndex
 from trunkline.kvstore.chunks import Int32Array
 
@@ -36,28 +37,51 @@ _ANCHORS: Final = (64, 48, 32, 16)
 """Places in a block, each behind a run by which a copy is looked for: that run may stand elsewhere, too."""
 
 
-class TenantTexts:
-    """Indexes of what tenants' requests have said and were told, by salt."""
+class Tenant:
+    """What is known of a tenant's requests, and of no other's."""
+
+    __slots__ = ("acceptance", "index")
 
     def __init__(self) -> None:
-        self._indexes: OrderedDict[bytes, TextIndex] = OrderedDict()
-        """By salt; the tenant that was active least recently comes first."""
-        self._waiting: deque[tuple[bytes, Int32Array]] = deque()
-        """Prompts that are not indexed, or their ends, with their salts, in order of arrival."""
+        self.acceptance = Acceptance()
+        self.index: TextIndex | None = None
+        """What they have said and were told; None: nothing yet."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory of all indexes."""
-        return sum(index.nbytes for index in self._indexes.values())
+        """Bytes of memory."""
+        return Acceptance.nbytes + (self.index.nbytes if self.index is not None else 0)
+
+
+class TenantTexts:
+    """What tenants' requests have said and were told, by salt."""
+
+    def __init__(self) -> None:
+        self._tenants: OrderedDict[bytes, Tenant] = OrderedDict()
+        """By salt; the tenant that was active least recently comes first."""
+        self._waiting: deque[tuple[bytes, Int32Array]] = deque()
+        """Prompts that are not indexed, or their ends, with their salts, in order of arrival."""
+        self._growing: deque[TextIndex] = deque()
+        """Indexes that grow, which they do one after the other."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of all tenants."""
+        return sum(tenant.nbytes for tenant in self._tenants.values())
 
     @property
     def waits(self) -> bool:
-        """Whether prompts wait to be indexed."""
-        return bool(self._waiting)
+        """Whether prompts wait to be indexed, or an index grows."""
+        return bool(self._waiting or self._growing)
 
-    def get(self, salt: bytes) -> TextIndex | None:
-        """Return the index of a tenant; None: nothing is known of it."""
-        return self._indexes.get(salt)
+    def of(self, salt: bytes) -> Tenant:
+        """Return what is known of a tenant, which is the latest active one now."""
+        tenant = self._tenants.get(salt)
+        if tenant is None:
+            tenant = self._tenants[salt] = Tenant()
+            self._forget()
+        self._tenants.move_to_end(salt)
+        return tenant
 
     def add(self, salt: bytes, prompt: Int32Array, output: Int32Array) -> None:
         """Take in a request that has ended. Its prompt is indexed by `index_some`.
@@ -73,28 +97,43 @@ class TenantTexts:
             self._waiting.popleft()
 
     def index_some(self, most: int) -> int:
-        """Index what is new in up to `most` tokens of the prompts that wait; return how many were looked at."""
+        """Index what is new in up to `most` tokens of the prompts that wait, or so many again of an index that is
+        growing, for which prompts wait; return how many."""
         looked = 0
+        if self._growing:
+            looked = self._growing[0].grow_some(most)
+            if not self._growing[0].grows:
+                self._growing.popleft()
+            return looked
         while self._waiting and looked < most:
             salt, tokens = self._waiting.popleft()
             part, rest = np.split(tokens, [most - looked])
             if len(rest):
                 self._waiting.appendleft((salt, rest))
             looked += len(part)
-            index = self._indexes.get(salt)
+            index = self.of(salt).index
             for piece in [part] if index is None else pieces_unknown(index, part):
                 self._extend(salt, piece)
         return looked
 
     def _extend(self, salt: bytes, text: Int32Array) -> None:
-        index = self._indexes.get(salt)
-        if index is None:
-            index = self._indexes[salt] = TextIndex(FIRST_TOKENS)
-        self._indexes.move_to_end(salt)
-        index.grow(min(index.count + len(text) + 1, TEXT_TOKENS))
-        index.extend(np.append(text, np.int32(NO_TOKEN)))
-        while len(self._indexes) > TENANTS_MAX or (self.nbytes > TENANT_BYTES_MAX and len(self._indexes) > 1):
-            self._indexes.popitem(last=False)
+        tenant = self.of(salt)
+        if tenant.index is None:
+            tenant.index = TextIndex(FIRST_TOKENS)
+        if not tenant.index.grows:
+            tenant.index.grow(min(tenant.index.count + len(text) + 1, TEXT_TOKENS))
+            if tenant.index.grows:
+                self._growing.append(tenant.index)
+        tenant.index.extend(np.append(text, np.int32(NO_TOKEN)))
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget the tenants that were active least recently, where there is no room for all."""
+        tenants = self._tenants
+        while len(tenants) > TENANTS_MAX or (self.nbytes > TENANT_BYTES_MAX and len(tenants) > 1):
+            _, forgotten = tenants.popitem(last=False)
+            if forgotten.index is not None and forgotten.index.grows:
+                self._growing.remove(forgotten.index)
 
 
 def pieces_unknown(index: TextIndex, tokens: Int32Array) -> list[Int32Array]:

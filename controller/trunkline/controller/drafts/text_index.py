@@ -27,6 +27,8 @@ MATCH_MAX: Final = 32
 """Number of tokens after which a match counts as long enough: it is not measured further back."""
 TAIL_MAX: Final = 256
 """Largest number of latest tokens that `RunHashes` keeps."""
+MOVED_FIRST: Final = 128
+"""Number of tokens that an index which grows indexes again in the first step: 0.4 ms, most of it for memory."""
 NO_TOKEN: Final = -1
 """Stands between texts in one index, and for a token that is not there."""
 _BASE: Final = 0x100000001B3
@@ -77,7 +79,7 @@ class RunHashes:
 class TextIndex:
     """The latest tokens of a text, or of several one behind the other, and where each run of them was last."""
 
-    __slots__ = ("_mask", "_shift", "_tables", "_tokens", "_views", "count")
+    __slots__ = ("_larger", "_mask", "_moved", "_shift", "_tables", "_tokens", "_views", "count")
 
     def __init__(self, capacity: int) -> None:
         """
@@ -86,9 +88,11 @@ class TextIndex:
         """
         self.count = 0
         """Number of tokens appended so far; positions count from the first of them."""
-        self._allocate(max(8, (capacity - 1).bit_length()))
-
-    def _allocate(self, bits: int) -> None:
+        self._larger: TextIndex | None = None
+        """What takes this one's place when it has all of its tokens; None: it does not grow."""
+        self._moved = 0
+        """Number of tokens that were indexed again."""
+        bits = max(8, (capacity - 1).bit_length())
         self._mask = (1 << bits) - 1
         self._shift = 64 - bits - 1
         self._tokens: Int32Array = np.full(1 << bits, NO_TOKEN, np.int32)
@@ -98,7 +102,8 @@ class TextIndex:
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
-        return self._tokens.nbytes + sum(table.nbytes for table in self._tables)
+        larger = self._larger.nbytes if self._larger is not None else 0
+        return larger + self._tokens.nbytes + sum(table.nbytes for table in self._tables)
 
     @staticmethod
     def bytes_for(capacity: int) -> int:
@@ -121,15 +126,37 @@ class TextIndex:
             table[_hashes(text, run) >> np.uint64(self._shift)] = np.arange(start + run, self.count + 1)
 
     def grow(self, capacity: int) -> None:
-        """Make room for `capacity` tokens at least: what is there is indexed again. Positions stay."""
+        """Begin to make room for `capacity` tokens at least, if it has less: `grow_some` goes on."""
         bits = max(8, (capacity - 1).bit_length())
-        if 1 << bits <= self._mask + 1:
-            return
-        count, kept = self.count, min(self.count, self._mask + 1)
-        tokens = self._tokens[np.arange(count - kept, count) & self._mask]
-        self._allocate(bits)
-        self.count = count - kept
-        self.extend(tokens)
+        if self._larger is None and 1 << bits > self._mask + 1:
+            self._larger = TextIndex(1 << bits)
+            self._larger.count = max(0, self.count - self._mask - 1)
+            self._moved = 0
+
+    def grow_some(self, most: int) -> int:
+        """Index up to `most` tokens again, in the larger tables, which take the place of these once they have all;
+        return how many. Positions stay. What is appended meanwhile overwrites the oldest tokens that were not
+        indexed again. The first calls do less: the system gives memory when it is first touched."""
+        larger = self._larger
+        if larger is None:
+            return 0
+        oldest = max(0, self.count - self._mask - 1)
+        if larger.count < oldest:
+            larger.clear()
+            larger.count = oldest
+        start, stop = larger.count, min(larger.count + min(most, max(self._moved, MOVED_FIRST)), self.count)
+        larger.extend(self._tokens[np.arange(start, stop) & self._mask])
+        self._moved += stop - start
+        if stop == self.count:
+            self._mask, self._shift = larger._mask, larger._shift
+            self._tokens, self._tables, self._views = larger._tokens, larger._tables, larger._views
+            self._larger = None
+        return stop - start
+
+    @property
+    def grows(self) -> bool:
+        """Whether it is growing: `grow_some` has to be called."""
+        return self._larger is not None
 
     def has_blocks(self, blocks: Int32Array, anchor: int) -> NDArray[np.bool_]:
         """Return of which `blocks` `[m, n]` there is a copy where the longest run before their token `anchor`
@@ -188,25 +215,25 @@ class TextIndex:
             return NO_TOKEN
         return self._views[0][place & self._mask]
 
-    def tokens(self, place: int, count: int) -> Int32Array:
+    def tokens(self, place: int, count: int) -> list[int]:
         """Return up to `count` tokens from a position on, as far as one text goes. Where the index ends without
         `NO_TOKEN`, what stands behind the position is taken to repeat."""
         left = self.count - place
         if left <= 0 or left > self._mask + 1:
-            return _EMPTY
-        ahead = np.arange(count) if count <= left else np.arange(count) % left
-        found: Int32Array = self._tokens[(place + ahead) & self._mask]
-        ends = np.flatnonzero(found == NO_TOKEN)
-        return found[: ends[0]] if len(ends) else found
+            return []
+        first = place & self._mask
+        found: list[int] = self._views[0][first : first + min(count, left)].tolist()
+        if len(found) < min(count, left):  # the rest stands at the ring's beginning
+            found += self._views[0][: min(count, left) - len(found)].tolist()
+        if NO_TOKEN in found:
+            return found[: found.index(NO_TOKEN)]
+        return (found * (count // left + 1))[:count] if left < count else found
 
     def clear(self) -> None:
         """Forget everything."""
-        self.count = 0
+        self.count, self._larger = 0, None
         for table in self._tables:
             table[:] = 0
-
-
-_EMPTY: Final = np.empty(0, np.int32)
 
 
 def _sum(run: Sequence[int]) -> int:

@@ -25,19 +25,19 @@ CHILDREN_MAX: Final = 8
 class TreeText:
     """Tokens behind a path."""
 
-    __slots__ = ("_tokens", "_view")
+    __slots__ = ("_view",)
 
     def __init__(self, tokens: Int32Array) -> None:
-        self._tokens = tokens
         self._view = tokens.data
 
     def token(self, place: int) -> int:
         """Return the token at a position; `NO_TOKEN`: it is not there."""
         return self._view[place] if place < len(self._view) else NO_TOKEN
 
-    def tokens(self, place: int, count: int) -> Int32Array:
+    def tokens(self, place: int, count: int) -> list[int]:
         """Return up to `count` tokens from a position on."""
-        return self._tokens[place : place + count]
+        found: list[int] = self._view[place : place + count].tolist()
+        return found
 
 
 def text_behind(node: Node, tail: Sequence[int]) -> TreeText | None:

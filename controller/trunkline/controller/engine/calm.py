@@ -38,8 +38,6 @@ CALM_ROWS_MAX: Final = 32
 (`trunkline.controller.scheduling.filled_rows`): of more rows one fills its chunk in almost every step."""
 FEW_ROWS: Final = 16
 """Largest number of rows whose tokens are looked at without an array."""
-CALM_RESULTS_MAX: Final = 24
-"""Largest number of results of calm steps, where drafts may be found in them."""
 CALM_STEPS_MIN: Final = 4
 """Smallest number of calm steps for which it pays to look whether they are."""
 
@@ -69,13 +67,14 @@ class CalmSteps:
         slack = slack_of(scheduler.kv, len(rows))
         if ready.again or ready.wake_at < inf or not len(rows) or (len(rows) > CALM_ROWS_MAX and not slack):
             return
+        if (drafting_steps := scheduler.drafting.calm_steps) < CALM_STEPS_MIN:
+            return
         if self._requests.pending_outputs or not self._is_quiet(scheduler):
             return
         if any(step.rows is not rows or step.drafts or step.prefill_tokens for step in inflight):
             return
         plans, results = scheduler.rows.calm_steps(rows.slots, slack)
-        if scheduler.drafting.source is not None:  # which looks at the tokens when calm steps end
-            results = min(results, CALM_RESULTS_MAX)
+        results = int(min(results, drafting_steps))
         if min(plans, results) < CALM_STEPS_MIN:
             return
         self._scheduler, self._rows = scheduler, rows
@@ -87,7 +86,7 @@ class CalmSteps:
         encoding, quarantine = scheduler.encoding, self._requests.quarantine
         waits = bool(len(scheduler.queue) or scheduler.prefilling or scheduler.parked)
         encodes = bool(encoding.is_working or encoding.finishing or encoding.jobs.held)
-        decides = scheduler.forks.searches or not scheduler.drafting.is_calm or quarantine.is_watching
+        decides = scheduler.forks.searches or quarantine.is_watching
         return not (waits or encodes or decides or scheduler.kv.tree.has_unsaved)
 
     def step(self, events: Iterable[Event], epoch: int, now: float) -> Ready | None:

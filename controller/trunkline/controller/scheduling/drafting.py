@@ -22,6 +22,8 @@ Beams have no drafts: which of them go on is known only when the step is done.
 
 from __future__ import annotations
 
+from math import inf
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -60,9 +62,9 @@ class Drafting:
         self._rows.drafts = source
 
     @property
-    def is_calm(self) -> bool:
-        """Whether no step will have drafts before many more tokens have come."""
-        return self.source is None or self.source.is_calm
+    def calm_steps(self) -> float:
+        """For how many steps more there will be no drafts."""
+        return inf if self.source is None else self.source.calm_steps
 
     def settle(self, slots: Slots, tokens: Int32Array, steps: list[int]) -> None:
         """Tell the source of steps that it was not told of: none had drafts, and each drew a token for each row.

@@ -43,9 +43,8 @@ class DraftSource(Protocol):
         ...
 
     @property
-    def is_calm(self) -> bool:
-        """Whether there will be no guesses before many more tokens have come. The tokens of some steps may then
-        come together, in `settle`."""
+    def calm_steps(self) -> int:
+        """For how many steps more there will be no guesses. Their tokens may come together, in `settle`."""
         ...
 
     def settle(self, slots: Slots, tokens: Int32Array, steps: list[int]) -> None:
