@@ -77,7 +77,6 @@ class Follower:
         "came",
         "context",
         "fits",
-        "is_indexed",
         "place",
         "prediction",
         "sequence",
@@ -114,8 +113,6 @@ class Follower:
         """Number of tokens that wait before they are looked at."""
         self._to_index = tokens.count
         """Number of the sequence's tokens when the follower began, which are indexed before those that came."""
-        self.is_indexed = False
-        """Whether all of the sequence's tokens are in `context`."""
         if prediction:
             likely = unpack_int32(prediction)
             self.prediction = TextIndex(len(likely) + 1)
@@ -127,6 +124,11 @@ class Follower:
     def count(self) -> int:
         """Number of the sequence's tokens that were looked at."""
         return self._to_index + len(self.came)
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether all of the sequence's tokens but the late ones are in `context`."""
+        return self.context is not None and self.context.count >= self._to_index
 
     @property
     def nbytes(self) -> int:
@@ -144,7 +146,6 @@ class Follower:
             context.extend(self.sequence.tokens.view(start, stop))
         if stop == self._to_index:
             context.extend(np.array(self.came[: len(self.came) - self._late], np.int32))
-            self.is_indexed = True
         return stop - start
 
     def extend(self, tokens: list[int]) -> bool:
