@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -169,6 +170,32 @@ def test_pipelined_requests_are_answered_in_turn(tight: RunningRouter) -> None:
     answer = said(tight, WHOLE + b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" + LAST)
     assert answer.count(b"HTTP/1.1 200 OK") == 3
     assert answer.index(b"text_completion") < answer.index(b'"version"') < answer.rindex(b"text_completion")
+
+
+def test_who_leaves_behind_a_pipelined_request_takes_no_tokens_of_others(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """The connection's end is told to the last request of it, so that the one before writes to a closed socket."""
+    ids = [6 + index % 90 for index in range(120)]
+    body = json.dumps({"prompt": "x", "max_tokens": len(ids), "stream": True, "ignore_eos": True}).encode()
+    whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with running(tmp_path, tokenizer) as (router, [fake]), connect(router) as leaving, connect(router) as staying:
+        fake.behaviour.script = lambda submit: ids
+        fake.behaviour.seconds_per_token = 0.004
+        leaving.sendall(whole)
+        staying.sendall(whole.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
+        leaving.recv(65536)
+        leaving.sendall(whole)
+        answer = b""
+        while part := staying.recv(65536):
+            answer += part
+            if len(answer) > 3000 and leaving.fileno() >= 0:
+                leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                leaving.close()
+        events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith(b"data: {")]
+        assert "".join(event["choices"][0]["text"] for event in events) == tokenizer.decode(ids)
+        wait_until(lambda: not router.inflight)
+    assert len(fake.behaviour.submits) == 2
 
 
 SEEDS = seeds(50)

@@ -111,20 +111,30 @@ def test_what_is_written_beside_the_reader_is_in_its_place(tokenizer: Tokenizer,
     assert asyncio.run(scene()) > ROUNDS, "most tokens need no reader"
 
 
-def test_what_encoding_raises_reaches_the_reader(tokenizer: Tokenizer) -> None:
+class BrokenOutlet(Outlet):
+    """Is open now and then, as others, but cannot be written to."""
+
+    def write(self, part: bytes) -> None:
+        raise ValueError("no such text")
+
+
+@pytest.mark.parametrize("breaks", ["encoding", "writing"])
+def test_what_a_taker_meets_is_raised_by_the_reader(tokenizer: Tokenizer, breaks: str) -> None:
     async def scene() -> None:
         rng = random.Random(0)
-        stream, outlet = Stream(1, lambda request, abort: None), Outlet(rng)
+        stream, outlet = Stream(1, lambda request, abort: None), BrokenOutlet(rng)
         job = Job([7], 100, Sampling(), frozenset({EOS}))
         choices = Choices(job, tokenizer.vocabulary)
         generation = Generation(job, stream, choices, Metrics(list), 0.0, lambda generation: None)
 
-        def broken(delta: Delta) -> bytes:
-            raise ValueError("no such text")
+        def encoded(delta: Delta) -> bytes:
+            if breaks == "encoding":
+                raise ValueError("no such text")
+            return b"a text"
 
         async def read() -> None:
             async for _ in generation.deltas():
-                generation.write_to(outlet, broken)
+                generation.write_to(outlet, encoded)
 
         reader = asyncio.create_task(read())
         for _ in range(20):  # the outlet is closed now and then

@@ -370,6 +370,10 @@ class Generation:
         if (text := self._choices.only) is not None:
             self._stream.take_with(PlainWriter(self, text, outlet, encode))
 
+    def fail(self, error: Exception) -> None:
+        """Have the waiting reader of `deltas` raise an error: what was taken in its place could not be written."""
+        self._stream.fail(error)
+
     def taken(self, delta: Delta, now: float) -> None:
         """Count plain tokens that were written beside the reader. `now`: loop time in seconds."""
         count = len(delta.tokens)

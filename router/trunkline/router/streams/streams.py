@@ -267,7 +267,12 @@ class Stream:
             else:
                 waiter.set_result(None)
         except Exception as error:  # noqa: BLE001 (raised by the reader)
-            waiter.set_exception(error)
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Have `next`, in which the reader waits, raise an error of its taker."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(error)
 
     @property
     def failure(self) -> End | None:

@@ -36,7 +36,7 @@ class Taker(Protocol):
         not, the reader gets them."""
 
     def write(self) -> None:
-        """Write the bytes of the tokens taken last."""
+        """Write the bytes of the tokens taken last. Raises nothing: other streams write next."""
 
     def count(self, now: float) -> None:
         """Count the tokens taken last. `now`: loop time in seconds."""
@@ -69,7 +69,10 @@ class PlainWriter:
     def write(self) -> None:
         """Write the bytes of the tokens taken last."""
         if self._part:
-            self._outlet.write(self._part)
+            try:
+                self._outlet.write(self._part)
+            except Exception as error:  # noqa: BLE001 (raised by the reader)
+                self._generation.fail(error)
 
     def count(self, now: float) -> None:
         """Count the tokens taken last."""
