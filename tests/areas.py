@@ -25,7 +25,8 @@ AREAS: Final[dict[str, tuple[str, ...]]] = {
     "native": ("kernels/trunkline/kernels/csrc/*", "CMakeLists.txt", "tests/kernels/*"),
     # The CUDA kernels, compiled for every device with warnings as errors, and emulated at length.
     "cuda": (
-        "kernels/trunkline/kernels/csrc/c*",
+        "kernels/trunkline/kernels/csrc/cuda/*",
+        "kernels/trunkline/kernels/csrc/common/*",
         "kernels/trunkline/kernels/cuda*",
         "CMakeLists.txt",
         "tests/kernels/*cuda*",
