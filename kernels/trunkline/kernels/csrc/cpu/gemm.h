@@ -31,7 +31,7 @@ struct Float32 {
   template <int MR>
   TRUNKLINE_INLINE static void step(Vec (&acc)[MR], const A* const (&a)[MR], int k, const B* b) {
     const Vec lanes = load(b);
-    for (int m = 0; m < MR; ++m) acc[m] = fma(set1(a[m][k]), lanes, acc[m]);
+    TRUNKLINE_UNROLL for (int m = 0; m < MR; ++m) acc[m] = fma(set1(a[m][k]), lanes, acc[m]);
   }
 };
 
@@ -49,7 +49,7 @@ struct Float16 {
   template <int MR>
   TRUNKLINE_INLINE static void step(Vec (&acc)[MR], const A* const (&a)[MR], int k, const B* b) {
     const Vec lanes = load_f16(b);
-    for (int m = 0; m < MR; ++m) acc[m] = fma(set1(a[m][k]), lanes, acc[m]);
+    TRUNKLINE_UNROLL for (int m = 0; m < MR; ++m) acc[m] = fma(set1(a[m][k]), lanes, acc[m]);
   }
 };
 
@@ -68,7 +68,7 @@ struct BFloat16 {
   template <int MR>
   TRUNKLINE_INLINE static void step(Vec (&acc)[MR], const A* const (&a)[MR], int k, const B* b) {
     const __m512bh lanes = reinterpret_cast<__m512bh>(load_bits(b));
-    for (int m = 0; m < MR; ++m) {
+    TRUNKLINE_UNROLL for (int m = 0; m < MR; ++m) {
       const __m512bh pair = reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(a[m][k])));
       acc[m] = _mm512_dpbf16_ps(acc[m], pair, lanes);
     }
@@ -81,7 +81,7 @@ struct BFloat16 {
   TRUNKLINE_INLINE static void step(Vec (&acc)[MR], const A* const (&a)[MR], int k, const B* b) {
     const Bits pairs = load_bits(b);
     const Vec low = low_bf16(pairs), high = high_bf16(pairs);
-    for (int m = 0; m < MR; ++m) {
+    TRUNKLINE_UNROLL for (int m = 0; m < MR; ++m) {
       acc[m] = fma(set1(a[m][2 * k]), low, acc[m]);
       acc[m] = fma(set1(a[m][2 * k + 1]), high, acc[m]);
     }
@@ -102,20 +102,20 @@ template <class T, int MR, int NV, int kAhead>
 TRUNKLINE_INLINE void gemm_tile(const typename T::A* const* rows, const typename T::B* b, long ldb, int steps,
                                 float* c, long ldc, bool accumulate, long ahead) {
   const typename T::A* a[MR];
-  for (int m = 0; m < MR; ++m) a[m] = rows[m];
+  TRUNKLINE_UNROLL for (int m = 0; m < MR; ++m) a[m] = rows[m];
   Vec acc[NV][MR];
-  for (int v = 0; v < NV; ++v) {
-    for (int m = 0; m < MR; ++m) acc[v][m] = accumulate ? load(c + m * ldc + v * kLanes) : zero();
+  TRUNKLINE_UNROLL for (int v = 0; v < NV; ++v) {
+    TRUNKLINE_UNROLL for (int m = 0; m < MR; ++m) acc[v][m] = accumulate ? load(c + m * ldc + v * kLanes) : zero();
   }
   for (int k = 0; k < steps; ++k) {
-    for (int v = 0; v < NV; ++v) {
+    TRUNKLINE_UNROLL for (int v = 0; v < NV; ++v) {
       if (v < kAhead) prefetch_second(reinterpret_cast<const char*>(b + v * kLanes) + ahead);
       T::template step<MR>(acc[v], a, k, b + v * kLanes);
     }
     b += ldb;
   }
-  for (int v = 0; v < NV; ++v) {
-    for (int m = 0; m < MR; ++m) store(c + m * ldc + v * kLanes, acc[v][m]);
+  TRUNKLINE_UNROLL for (int v = 0; v < NV; ++v) {
+    TRUNKLINE_UNROLL for (int m = 0; m < MR; ++m) store(c + m * ldc + v * kLanes, acc[v][m]);
   }
 }
 

@@ -64,32 +64,29 @@ template <class T, int MR, int NV, int kLines, int kPasses>
 [[gnu::noinline]] void linear_tile(const typename T::A* a, long lda, const typename T::B* b, long ldb, int steps,
                                    float* c, bool accumulate, const char* ahead) {
   const typename T::A* rows[MR];
-  for (int m = 0; m < MR; ++m) rows[m] = a + m * lda;
+  TRUNKLINE_UNROLL for (int m = 0; m < MR; ++m) rows[m] = a + m * lda;
   Vec acc[MR][NV];
-  for (int m = 0; m < MR; ++m) {
-    for (int v = 0; v < NV; ++v) acc[m][v] = accumulate ? load(c + m * kPanelWidth + v * kLanes) : zero();
+  TRUNKLINE_UNROLL for (int m = 0; m < MR; ++m) {
+    TRUNKLINE_UNROLL for (int v = 0; v < NV; ++v) {
+      acc[m][v] = accumulate ? load(c + m * kPanelWidth + v * kLanes) : zero();
+    }
   }
   for (int k = 0; k < steps; ++k) {
-    for (int line = 0; line < kLines; ++line) {
-      if constexpr (kPasses == 1) {
-        prefetch_once(ahead + line * 64);
-      } else {
-        prefetch_second(ahead + line * 64);
-      }
-    }
+    for (int line = 0; line < kLines; ++line)
+      __builtin_prefetch(ahead + line * 64, 0, kPasses == 1 ? kOnce : kSecondLevel);
     for (int part = 0; part < T::kWords; ++part) {
       typename Factors<T>::Lanes lanes[NV];
-      for (int v = 0; v < NV; ++v) lanes[v] = Factors<T>::lanes(b + v * kLanes, ldb, part);
-      for (int m = 0; m < MR; ++m) {
+      TRUNKLINE_UNROLL for (int v = 0; v < NV; ++v) lanes[v] = Factors<T>::lanes(b + v * kLanes, ldb, part);
+      TRUNKLINE_UNROLL for (int m = 0; m < MR; ++m) {
         const auto word = Factors<T>::broadcast(rows[m][k * T::kWords + part]);
-        for (int v = 0; v < NV; ++v) acc[m][v] = Factors<T>::multiply(word, lanes[v], acc[m][v]);
+        TRUNKLINE_UNROLL for (int v = 0; v < NV; ++v) acc[m][v] = Factors<T>::multiply(word, lanes[v], acc[m][v]);
       }
     }
     b += ldb * Factors<T>::kRows;
     ahead += ldb * Factors<T>::kRows * static_cast<long>(sizeof(*b));
   }
-  for (int m = 0; m < MR; ++m) {
-    for (int v = 0; v < NV; ++v) store(c + m * kPanelWidth + v * kLanes, acc[m][v]);
+  TRUNKLINE_UNROLL for (int m = 0; m < MR; ++m) {
+    TRUNKLINE_UNROLL for (int v = 0; v < NV; ++v) store(c + m * kPanelWidth + v * kLanes, acc[m][v]);
   }
 }
 

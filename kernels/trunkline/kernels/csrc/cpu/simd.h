@@ -31,6 +31,15 @@
 
 #define TRUNKLINE_INLINE [[gnu::always_inline]] inline
 
+// Before a loop over vectors that registers are to hold. Unrolled only after the compiler has looked for what can be
+// in registers, such an array gets a copy on the stack, which is written and read at every entry. With 16 registers
+// it must not: what is unrolled early is put in another order, and spilled.
+#if TRUNKLINE_LEVEL >= 2
+#define TRUNKLINE_UNROLL _Pragma("GCC unroll 16")
+#else
+#define TRUNKLINE_UNROLL
+#endif
+
 namespace trunkline::TRUNKLINE_NAMESPACE {
 namespace {
 
@@ -442,11 +451,11 @@ TRUNKLINE_INLINE void transpose_words(const uint32_t* from, long from_stride, ui
 #endif
 
 TRUNKLINE_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
-// What is read once, soon: it passes by the caches behind the first, so that a step's weights leave there what other
+// What is read once, soon, passes by the caches behind the first, so that a step's weights leave there what other
 // programs need next, as the router that sends the step's tokens.
-TRUNKLINE_INLINE void prefetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
-// To the second-level cache.
-TRUNKLINE_INLINE void prefetch_second(const void* p) { __builtin_prefetch(p, 0, 2); }
+constexpr int kOnce = 0, kSecondLevel = 2;
+TRUNKLINE_INLINE void prefetch_once(const void* p) { __builtin_prefetch(p, 0, kOnce); }
+TRUNKLINE_INLINE void prefetch_second(const void* p) { __builtin_prefetch(p, 0, kSecondLevel); }
 
 // Below this, 2^x is zero: where `scale_by_power` gives zero.
 #if TRUNKLINE_LEVEL >= 2

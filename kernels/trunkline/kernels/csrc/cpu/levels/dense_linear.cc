@@ -1,7 +1,7 @@
 // One unit of a linear layer on one level: a block of rows times a range of panels.
 //
-// Per panel, the sum's dimension is cut into blocks whose part of the panel fits the first-level cache; all rows
-// of the block pass over it in tiles of registers, partial sums waiting in a buffer of the stack. The epilogue
+// Per panel, the sum's dimension is cut into blocks whose part of the panel stays in a cache; all rows of the block
+// of rows pass over it in tiles of registers, partial sums waiting in a buffer of the stack. The epilogue
 // then scales (int8 weights), adds the bias, activates and rounds from that buffer.
 
 #include <type_traits>
@@ -12,9 +12,13 @@
 namespace trunkline::TRUNKLINE_NAMESPACE {
 namespace {
 
-// Steps of a block, of 256 bytes: this block, the next one on its way in and the sums of a few tiles share the
-// first-level cache.
+// Steps of a block, of 256 bytes, where a tile takes some of its lanes: this block, the next one on its way in and the
+// sums of a few tiles share the first-level cache.
 constexpr int kBlockSteps = 64;
+
+// Steps at most of a block over which tiles of all lanes pass. Their pace is that at which the second-level cache
+// delivers, so what counts is how seldom a tile's sums are stored and loaded, and that two blocks fit this cache.
+constexpr int kWideBlockSteps = tile_vectors(kTileRows) * kLanes < kPanelWidth ? kBlockSteps : 256;
 
 // Elements that an output has in its panel.
 template <class T>
@@ -53,10 +57,17 @@ void multiply_plain_panel(int rows, const typename T::A* a, long lda, const type
     return linear_rows<T, 4>(rows, a, lda, b, width, static_cast<int>(steps), sums, false, ahead);
   }
   const int tiles = (rows + kTileRows - 1) / kTileRows;
-  for (int64_t start = 0; start < steps; start += kBlockSteps) {
-    const int count = smaller(kBlockSteps, steps - start);
+  // Few tiles wait for memory, which long blocks make no better. Long ones are of equal length: each is as long as
+  // what is fetched during it.
+  int64_t length = kBlockSteps;
+  if (kWideBlockSteps > kBlockSteps && tiles >= 4) {
+    const int64_t blocks = (steps + kWideBlockSteps - 1) / kWideBlockSteps;
+    length = (steps + blocks - 1) / blocks;
+  }
+  for (int64_t start = 0; start < steps; start += length) {
+    const int count = smaller(length, steps - start);
     const auto* block = b + start * width;
-    const char* next = reinterpret_cast<const char*>(block + kBlockSteps * width);
+    const char* next = reinterpret_cast<const char*>(block + length * width);
     for (int tile = 0; tile < tiles; ++tile) {
       const int first = rows * tile / tiles, last = rows * (tile + 1) / tiles;
       const auto* tile_a = a + first * lda + start * T::kWords;
