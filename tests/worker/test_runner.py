@@ -90,6 +90,19 @@ def test_plans_are_copied_lazily(folder: Path) -> None:
     assert counters.decode_tokens_read == 2 * sum(range(9, 41))
 
 
+def test_with_invariant_rows_a_first_token_is_the_same_bits_beside_another_prompt(folder: Path) -> None:
+    """Of a long prompt that lacks only its last token, which alone in a step could be a decode row."""
+    found = []
+    for more_joins, more_prefill in (([], []), ([join(2, prompt(5, 3), [50])], [2, 0, 5, 0, 1])):
+        runner = Runner.load(run_config(folder, invariant_rows=True, dtype="bfloat16"), lambda *_: None)
+        first = join(1, prompt(100), list(range(13)), ALL_LOGPROBS)
+        runner.execute(StepPlan(1, 1, joins=[first], prefill=pack_int32([1, 0, 99, 0, 0])))
+        result = step(runner, joins=more_joins, prefill=pack_int32([1, 99, 1, 0, 1, *more_prefill]))
+        assert result.logprobs is not None
+        found.append(dense_logprobs(result.logprobs[0], VOCAB_SIZE))
+    assert np.array_equal(*found)
+
+
 def gathered(runner: Runner, block: int) -> torch.Tensor:
     """A block's contents in plain order: kernels may hold it in another."""
     data = runner.pool.data

@@ -77,7 +77,9 @@ class Runner:
         self.kernels = kernels
         device = decoder.pool.data.device
         self._sequences = SequenceTable(self.num_blocks, self.window)
-        live, enters = kernels.name != "reference", kernels.name == "cpu"
+        live = kernels.name != "reference"
+        # Whether a prompt enters depends on what stands beside it, and so would the bits of its first token.
+        enters = kernels.name == "cpu" and not config.invariant_rows
         self._batches = BatchBuilder(
             self._sequences, config.chunk_size, device, live=live, window=self.window, enters=enters
         )
