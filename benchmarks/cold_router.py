@@ -89,11 +89,11 @@ def _patch() -> None:
     """Set the marks. They stand where a router meets the world, so any version has them."""
     receive, send = ControllerSocket._receive, ControllerSocket.send
 
-    def received(self: ControllerSocket, frame: bytes) -> None:
+    def received(self: ControllerSocket, frame: bytes, *more: Any) -> None:
         if "sent" in _marks and "written" not in _marks:
             _empty_caches()
             _marks["message"] = _now()
-        receive(self, frame)
+        receive(self, frame, *more)
 
     def sent(self: ControllerSocket, message: Any) -> bool:
         done = send(self, message)
@@ -101,7 +101,7 @@ def _patch() -> None:
             _marks["sent"] = _now()
         return done
 
-    ControllerSocket._receive, ControllerSocket.send = received, sent  # type: ignore[method-assign]
+    ControllerSocket._receive, ControllerSocket.send = received, sent  # type: ignore[method-assign, assignment]
 
 
 def main() -> None:

@@ -59,7 +59,7 @@ from trunkline.router.routing.request import RouteRequest
 from trunkline.router.service import RouterService
 from trunkline.router.stores.session_history import History
 from trunkline.router.stores.session_state import SessionState
-from trunkline.router.streams.streams import submission
+from trunkline.router.streams.submissions import submission
 from trunkline.router.text.edits import Edit
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.router.tools.plan import ToolPlan, prepare_tools

@@ -110,7 +110,7 @@ def inject(router: RunningRouter, link: ControllerLink, seed: int, failures: Cou
         frame = altered(chosen, chosen.choice(replies(chosen, list(link._receivers), state)))
         socket._expected = None
         try:
-            socket._receive(frame)
+            socket._receive(frame, [])
         except Exception as error:  # noqa: BLE001 (every kind is to be shown)
             failures[f"{type(error).__name__}: {error}"[:200]] += 1
     link.state = state

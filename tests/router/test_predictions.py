@@ -14,7 +14,7 @@ from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.jobs.job import Job
 from trunkline.router.jobs.predictions import PREDICTION_CHARACTERS_MAX
 from trunkline.router.jobs.request_models import ChatRequest
-from trunkline.router.streams.streams import continuation, submission
+from trunkline.router.streams.submissions import continuation, submission
 from trunkline.worker.messages import Sampling
 
 MESSAGES = [{"role": "user", "content": "Hello"}]

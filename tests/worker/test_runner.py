@@ -100,7 +100,8 @@ def test_with_invariant_rows_a_first_token_is_the_same_bits_beside_another_promp
         result = step(runner, joins=more_joins, prefill=pack_int32([1, 99, 1, 0, 1, *more_prefill]))
         assert result.logprobs is not None
         found.append(dense_logprobs(result.logprobs[0], VOCAB_SIZE))
-    assert np.array_equal(*found)
+    alone, beside = found
+    assert np.array_equal(alone, beside)
 
 
 def gathered(runner: Runner, block: int) -> torch.Tensor:

@@ -149,11 +149,7 @@ class Runner:
         graphs: Callable[[], GraphMaker],
     ) -> Runner:
         model = check_model(
-            Path(config.model),
-            config.tp,
-            config.dtype,
-            config.max_context,
-            expert_parallel=config.expert_parallel,
+            Path(config.model), config.tp, config.dtype, config.max_context, expert_parallel=config.expert_parallel
         )
         device = choose_device(config)
         if meter is None and device.type == "cuda":

@@ -21,12 +21,14 @@ from zmq.utils.monitor import parse_monitor_message
 
 from trunkline.controller.messages import Ping, RouterRequest
 from trunkline.router.messages import Outputs, RouterMessage, State, TierState
+from trunkline.router.streams.takers import pass_to_takers
 from trunkline.runtime.wire_flags import NOBLOCK
 from trunkline.runtime.wire_keys import WireKeysError, is_network
 from trunkline.runtime.wire_sockets import HANDSHAKE_FAILED, WirePeer
 
 if TYPE_CHECKING:
     from trunkline.router.streams.link import ControllerLink
+    from trunkline.router.streams.streams import Stream
 
 _MESSAGES_PER_TURN: Final = 64
 """Messages behind a first one that are handled before other coroutines get a turn; their tokens leave together."""
@@ -118,19 +120,21 @@ class ControllerSocket:
 
     def _on_readable(self, messages_max: int = 1) -> None:
         left = messages_max
+        offered: list[Stream] = []
         while left and not self._closed:
             try:
                 frame = self._socket.recv(NOBLOCK)
             except zmq.Again:
                 break
-            self._receive(frame)
+            self._receive(frame, offered)
             left -= 1
-        self._link.offer()
+        if offered:
+            pass_to_takers(offered, self._loop.time)
         if not left:
             # Streams that wait for the first message get it before the next look, which mostly finds nothing.
             self._loop.call_soon(self._on_readable, _MESSAGES_PER_TURN)
 
-    def _receive(self, frame: bytes) -> None:
+    def _receive(self, frame: bytes, offered: list[Stream]) -> None:
         self.heard_at = self._loop.time()
         try:
             message = self._decoder.decode(frame)
@@ -145,7 +149,7 @@ class ControllerSocket:
             return
         self._expected = message.seq + 1
         try:
-            self._link.receive(message)
+            self._link.receive(message, offered)
         except ValueError as error:  # packed arrays whose lengths do not fit
             self._link.lost(f"a malformed message: {error}")
 

@@ -37,16 +37,8 @@ from trunkline.router.streams.health import describe
 from trunkline.router.streams.link import ControllerLink, Standing
 from trunkline.router.streams.links import Links
 from trunkline.router.streams.planned import PlannedContinuations, only_first
-from trunkline.router.streams.streams import (
-    ALL,
-    Attempt,
-    End,
-    RoutedRequest,
-    Stream,
-    continuation,
-    end_of,
-    submission,
-)
+from trunkline.router.streams.streams import ALL, Attempt, End, RoutedRequest, Stream
+from trunkline.router.streams.submissions import continuation, end_of, submission
 from trunkline.router.telemetry.request_record import current_record
 
 FAILURES_MAX: Final = 3

@@ -260,7 +260,6 @@ class Generation:
         self._timer: asyncio.TimerHandle | None = None
         self._called: set[str] = set()
         """Names of the tools that its answers call, as far as they were read."""
-        self._is_remembered = job.remembered is not None
         self._written: dict[int, list[int]] = {}
         """Tokens of the answers so far, of a prompt that is remembered."""
 
@@ -380,7 +379,7 @@ class Generation:
         self._note(count, now)
         self._choices.output_tokens += count
         self._metrics.per_token.tokens += count
-        if self._is_remembered:
+        if self.job.remembered is not None:
             self._remember([delta])
 
     def _remember(self, deltas: Sequence[Delta]) -> None:

@@ -11,7 +11,8 @@ import msgspec
 from trunkline.router.errors import ApiError
 from trunkline.router.jobs.job import Job
 from trunkline.router.streams.link import ControllerLink
-from trunkline.router.streams.streams import Stream, submission
+from trunkline.router.streams.streams import Stream
+from trunkline.router.streams.submissions import submission
 from trunkline.worker.messages import Sampling
 
 _FRESH_SECONDS: Final = 1.0

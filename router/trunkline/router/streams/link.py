@@ -60,7 +60,6 @@ from trunkline.router.messages import (
 )
 from trunkline.router.streams.controller_socket import ControllerSocket
 from trunkline.router.streams.streams import Attempt, Event, Stream
-from trunkline.router.streams.takers import Taker
 from trunkline.runtime.process import RareLog
 from trunkline.runtime.wire_keys import WireKeysError
 from trunkline.runtime.wire_sockets import WirePeer
@@ -132,8 +131,6 @@ class ControllerLink:
         self._socket: ControllerSocket | None = None
         self._receivers: dict[int, Attempt | Stream] = {}
         self._calls: dict[int, asyncio.Future[Answer]] = {}
-        self._offering: list[Stream] = []
-        """Streams with tokens for their takers."""
         self._ids = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
 
@@ -374,11 +371,11 @@ class ControllerLink:
 
     # -- messages
 
-    def receive(self, message: RouterMessage) -> None:
-        """Act on a message from the socket, which has checked it and its sequence number. Tokens for takers wait
-        for `offer`."""
+    def receive(self, message: RouterMessage, offered: list[Stream]) -> None:
+        """Act on a message from the socket, which has checked it and its sequence number. Streams that get tokens
+        for their takers are added to `offered`."""
         if isinstance(message, Outputs):
-            self._pass_on(message)
+            self._pass_on(message, offered)
         elif isinstance(message, State):
             self._update_state(message)
         else:
@@ -386,19 +383,7 @@ class ControllerLink:
             if future is not None and not future.done():
                 future.set_result(message)
 
-    def offer(self) -> None:
-        """Let the tokens leave that takers take of those that messages have brought since the last call."""
-        taken: list[Taker] = []
-        for stream in self._offering:
-            stream.offer(taken)
-        self._offering.clear()
-        for taker in taken:
-            taker.write()
-        now = self._loop.time()
-        for taker in taken:
-            taker.count(now)
-
-    def _pass_on(self, outputs: Outputs) -> None:
+    def _pass_on(self, outputs: Outputs, offered: list[Stream]) -> None:
         self._tell_each(outputs.started)
         self._tell_each(outputs.prompt_logprobs)
         for drafts in outputs.drafts:
@@ -408,15 +393,15 @@ class ControllerLink:
             self.last_token_at = self._loop.time()
             requests, tokens = array("I", outputs.requests), array("i", outputs.tokens)
             if outputs.samples or outputs.logprobs:
-                self._push_each(requests, tokens, outputs)
+                self._push_each(requests, tokens, outputs, offered)
             else:  # the usual step
-                receivers, offering = self._receivers, self._offering
+                receivers = self._receivers
                 for request, token in zip(requests, tokens, strict=True):
                     receiver = receivers.get(request)
                     if receiver is None:
                         continue  # the request was aborted while this token was on its way
                     if (stream := receiver.push(token)) is not None:
-                        offering.append(stream)
+                        offered.append(stream)
         self._tell_each(outputs.beams)
         self._tell_each(outputs.finished)
         if outputs.finished and self.state is not None and self.state.status == "draining":
@@ -428,7 +413,9 @@ class ControllerLink:
             if receiver is not None:
                 receiver.receive(event)
 
-    def _push_each(self, requests: Sequence[int], tokens: Sequence[int], outputs: Outputs) -> None:
+    def _push_each(
+        self, requests: Sequence[int], tokens: Sequence[int], outputs: Outputs, offered: list[Stream]
+    ) -> None:
         """Pass on tokens with their samples and log-probabilities."""
         samples = np.frombuffer(outputs.samples, dtype="<u2").tolist() if outputs.samples else [0] * len(tokens)
         logprobs = outputs.logprobs or {}
@@ -437,7 +424,7 @@ class ControllerLink:
             if receiver is not None:
                 stream = receiver.push(token, logprobs.get(index), sample)
                 if stream is not None:
-                    self._offering.append(stream)
+                    offered.append(stream)
 
     def _update_state(self, state: State) -> None:
         if self.state is None or self.state.status != state.status:

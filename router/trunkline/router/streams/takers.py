@@ -1,8 +1,8 @@
 """Tokens on their way past the coroutines: while the reader of a stream waits, its *taker* may have them.
 
-    ControllerLink ──push, offer──► Stream ──► Taker.take   a stream's tokens become bytes
-          ├─ then, for all streams ──────────► Taker.write  the bytes leave
-          └─ then, for all streams ──────────► Taker.count  what no client waits for
+    ControllerLink ──push──► Stream.offer ──► Taker.take   a stream's tokens become bytes
+          ├─ then, for all streams ─────────► Taker.write  the bytes leave
+          └─ then, for all streams ─────────► Taker.count  what no client waits for
 
 A step brings tokens for many streams in one message. Their writes follow each other without a pause: a reader that
 goes to sleep between two of them must be woken, which takes longer than a write.
@@ -10,11 +10,12 @@ goes to sleep between two of them must be woken, which takes longer than a write
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from trunkline.router.streams.generation import Delta, Generation, TextAssembler
+    from trunkline.router.streams.streams import Stream
 
 
 class Outlet(Protocol):
@@ -78,3 +79,19 @@ class PlainWriter:
         """Count the tokens taken last."""
         if self._delta is not None:
             self._generation.taken(self._delta, now)
+
+
+def pass_to_takers(streams: Iterable[Stream], clock: Callable[[], float]) -> None:
+    """Let the tokens leave that the takers of streams take.
+
+    Args:
+        clock: the loop's time, in seconds, when all have left.
+    """
+    taken: list[Taker] = []
+    for stream in streams:
+        stream.offer(taken)
+    for taker in taken:
+        taker.write()
+    now = clock()
+    for taker in taken:
+        taker.count(now)
