@@ -60,12 +60,12 @@ check: $(STAMP) ## Style and types
 	$(BIN)/clang-format --dry-run --Werror $(CSRC)
 	$(BIN)/mypy --num-workers 2
 
-# The number of the best instruction-set level that runs here: it and the first one run under sanitizers.
+# The number of the best instruction-set level that runs here: it and the first one are compiled with sanitizers.
 WIDEST := from trunkline.kernels.native import ISA_LEVELS, isa_levels; print(ISA_LEVELS.index(isa_levels()[0]))
 check-native: $(STAMP) ## Compile the CPU kernels with warnings as errors and sanitizers, run their tests
 	$(BIN)/cmake -S . -B build/sanitized -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_BUILD_TYPE=Debug \
 		-DTRUNKLINE_STRICT=ON -DTRUNKLINE_SANITIZE=address,undefined \
-		-DTRUNKLINE_SANITIZED_LEVELS="0;$$($(BIN)/python -c '$(WIDEST)')" >/dev/null
+		-DTRUNKLINE_LEVELS="0;$$($(BIN)/python -c '$(WIDEST)')" >/dev/null
 	$(BIN)/cmake --build build/sanitized -j 2
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so.6)" \
 		ASAN_OPTIONS=detect_leaks=0 \

@@ -92,6 +92,25 @@ def test_the_environment_forces_a_level(level: str, monkeypatch: pytest.MonkeyPa
     assert CpuKernels(isa=NATIVE[-1]).isa == NATIVE[-1], "what is asked for explicitly comes first"
 
 
+@needs_native
+@pytest.mark.sanitized
+def test_other_levels_are_refused() -> None:
+    """Those that no processor has, that this one has not, and that were not compiled, as for the sanitizers."""
+    module = native.library()
+
+    def runs(level: int) -> bool:
+        try:
+            module.cpu_context_delete(module.cpu_context_new(level, 1))
+        except ValueError:
+            return False
+        return True
+
+    best = module.cpu_level()
+    assert {0, best} <= {level for level in range(-1, 5) if runs(level)} <= set(range(best + 1))
+    with pytest.raises(ValueError, match="level 4 does not run here"):
+        module.cpu_context_new(4, 1)
+
+
 @pytest.fixture
 def fresh_library() -> Iterator[None]:
     """The library is looked for again, here and afterwards."""

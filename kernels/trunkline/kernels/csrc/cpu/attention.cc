@@ -2,15 +2,13 @@
 #include "attention.h"
 
 #include <tvm/ffi/container/array.h>
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/tvm_ffi.h>
 
 #include <algorithm>
 #include <cstring>
 #include <thread>
 
 #include "attention_checks.h"
+#include "common/exports.h"
 #include "ops.h"
 
 #if defined(__x86_64__)
@@ -280,6 +278,6 @@ void prefill_attention(int64_t handle, TensorView words, TensorView q, TensorVie
 }  // namespace
 }  // namespace trunkline
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_attention, trunkline::decode_attention)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(turn_queries, trunkline::turn_queries)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill_attention, trunkline::prefill_attention)
+TRUNKLINE_EXPORT(decode_attention, trunkline::decode_attention)
+TRUNKLINE_EXPORT(turn_queries, trunkline::turn_queries)
+TRUNKLINE_EXPORT(prefill_attention, trunkline::prefill_attention)

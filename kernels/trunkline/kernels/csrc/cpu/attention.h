@@ -168,24 +168,24 @@ constexpr size_t kLimitScratchBytes = 1 << 16;
 void wait_for_turn(const uint32_t* turn, uint32_t wanted);
 
 namespace portable {
-const AttentionTable* attention_table();
-const BlockTable* block_table();
-const LimitTable* limit_table();
+const AttentionTable& attention_table();
+const BlockTable& block_table();
+const LimitTable& limit_table();
 }  // namespace portable
 namespace avx2 {
-const AttentionTable* attention_table();
-const BlockTable* block_table();
-const LimitTable* limit_table();
+const AttentionTable& attention_table();
+const BlockTable& block_table();
+const LimitTable& limit_table();
 }  // namespace avx2
 namespace avx512 {
-const AttentionTable* attention_table();
-const BlockTable* block_table();
-const LimitTable* limit_table();
+const AttentionTable& attention_table();
+const BlockTable& block_table();
+const LimitTable& limit_table();
 }  // namespace avx512
 namespace avx512bf16 {
-const AttentionTable* attention_table();
-const BlockTable* block_table();
-const LimitTable* limit_table();
+const AttentionTable& attention_table();
+const BlockTable& block_table();
+const LimitTable& limit_table();
 }  // namespace avx512bf16
 
 }  // namespace trunkline

@@ -103,45 +103,11 @@ int64_t results_stride(const TensorView& tensor, PoolView& pool) {
 }
 
 const AttentionTable& attention_table_of(const CpuContext& context) {
-#if TRUNKLINE_LEVELS > 1
-  switch (context.level) {
-    case CpuLevel::kAvx2: return *avx2::attention_table();
-    case CpuLevel::kAvx512: return *avx512::attention_table();
-    case CpuLevel::kAvx512Bf16: return *avx512bf16::attention_table();
-    default: break;
-  }
-#else
-  static_cast<void>(context);
-#endif
-  return *portable::attention_table();
+  TRUNKLINE_RETURN_AT(context.level, attention_table());
 }
 
-const BlockTable& block_table_of(const CpuContext& context) {
-#if TRUNKLINE_LEVELS > 1
-  switch (context.level) {
-    case CpuLevel::kAvx2: return *avx2::block_table();
-    case CpuLevel::kAvx512: return *avx512::block_table();
-    case CpuLevel::kAvx512Bf16: return *avx512bf16::block_table();
-    default: break;
-  }
-#else
-  static_cast<void>(context);
-#endif
-  return *portable::block_table();
-}
+const BlockTable& block_table_of(const CpuContext& context) { TRUNKLINE_RETURN_AT(context.level, block_table()); }
 
-const LimitTable& limit_table_of(const CpuContext& context) {
-#if TRUNKLINE_LEVELS > 1
-  switch (context.level) {
-    case CpuLevel::kAvx2: return *avx2::limit_table();
-    case CpuLevel::kAvx512: return *avx512::limit_table();
-    case CpuLevel::kAvx512Bf16: return *avx512bf16::limit_table();
-    default: break;
-  }
-#else
-  static_cast<void>(context);
-#endif
-  return *portable::limit_table();
-}
+const LimitTable& limit_table_of(const CpuContext& context) { TRUNKLINE_RETURN_AT(context.level, limit_table()); }
 
 }  // namespace trunkline

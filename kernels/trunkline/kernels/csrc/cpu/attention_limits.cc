@@ -1,7 +1,4 @@
 // Exported measures of what the machine can do, for benchmarks: to be timed by the caller.
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/tvm_ffi.h>
 
 #include <algorithm>
 #include <atomic>
@@ -10,6 +7,7 @@
 #include <vector>
 
 #include "attention_checks.h"
+#include "common/exports.h"
 
 namespace trunkline {
 namespace {
@@ -52,5 +50,5 @@ double limit_multiply(int64_t handle, TensorView like, int64_t repeats) {
 }  // namespace
 }  // namespace trunkline
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(limit_read, trunkline::limit_read)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(limit_multiply, trunkline::limit_multiply)
+TRUNKLINE_EXPORT(limit_read, trunkline::limit_read)
+TRUNKLINE_EXPORT(limit_multiply, trunkline::limit_multiply)

@@ -45,12 +45,22 @@ TRUNKLINE_INLINE float result_factor(const ScoreRule& rule, int64_t query_head, 
   return weights[0] / (total * weights[0] + weights[kLanes]);
 }
 
+// A vector's sum of weighted values, times `factor`, in the form of T's memory.
+template <class T>
+TRUNKLINE_INLINE void write_scaled(const float* acc, float factor, int d, char* out) {
+  auto* to = reinterpret_cast<typename T::Storage*>(out);
+  int j = 0;
+  for (; j + kLanes <= d; j += kLanes) T::store_floats(to + j, mul(load(acc + j), set1(factor)));
+  for (; j < d; ++j) to[j] = T::from_float(acc[j] * factor);
+}
+
+// T is what keys and values are multiplied as (`Attending`). Queries come and results leave in the form of a type that
+// attends as T.
 template <class T>
 class AttentionUnit {
  public:
   using A = typename T::A;
   using B = typename T::B;
-  using Storage = typename T::Storage;
   static constexpr bool kPackedWeights = T::kStep == 2 && T::kPlainA;  // P as pairs of bfloat16
   static constexpr bool kQuantised = kIsQuantisedKv<T>;
   static constexpr bool kBytes = kMultipliesBytes<T>;
@@ -92,7 +102,9 @@ class AttentionUnit {
   }
 
   // Query vector `i` is `q`, as it is in memory.
+  template <class Query>
   TRUNKLINE_INLINE void set_query(int i, const char* q) {
+    using Storage = typename Query::Storage;
     if constexpr (T::kPlainA) {
       memory_.query_rows[i] = q;
     } else if constexpr (kPairs) {
@@ -105,11 +117,11 @@ class AttentionUnit {
       const Storage* from = reinterpret_cast<const Storage*>(q);
       const int own = rotary_ / 2, start = latent_start();
       if constexpr (kQuantised) {
-        for (int j = 0; j < own; ++j) row[own + j] = T::to_float(from[j]), row[j] = 256.0f * row[own + j];
+        for (int j = 0; j < own; ++j) row[own + j] = Query::to_float(from[j]), row[j] = 256.0f * row[own + j];
         for (int j = rotary_; j < start; ++j) row[j] = 0.0f;
       }
       const int rest = d_ - own;
-      widen(from + own, rest, row + start);
+      widen<Query>(from + own, rest, row + start);
       if constexpr (kQuantised) {
         for (int j = start + rest; j < padded_; ++j) row[j] = 0.0f;
       }
@@ -149,27 +161,21 @@ class AttentionUnit {
   }
 
   // The result of query vector `i`, which is one of `query_head`; zeros if it saw nothing.
+  template <class Query>
   TRUNKLINE_INLINE void write_output(int i, int64_t query_head, char* out) const {
     const float factor = result_factor(rule_, query_head, total(i), memory_.peak[i]);
-    write_scaled<T>(memory_.acc + i * values_, factor, static_cast<int>(pool_.value_dim), out);
-  }
-
-  template <class U>
-  TRUNKLINE_INLINE static void write_scaled(const float* acc, float factor, int d, char* out) {
-    auto* to = reinterpret_cast<typename U::Storage*>(out);
-    int j = 0;
-    for (; j + kLanes <= d; j += kLanes) U::store_floats(to + j, mul(load(acc + j), set1(factor)));
-    for (; j < d; ++j) to[j] = U::from_float(acc[j] * factor);
+    write_scaled<Query>(memory_.acc + i * values_, factor, static_cast<int>(pool_.value_dim), out);
   }
 
  private:
   // Where the latent's part of a query stands in its row; 0: there are no two parts.
   TRUNKLINE_INLINE int latent_start() const { return static_cast<int>(round_up(rotary_, 16)); }
 
-  TRUNKLINE_INLINE static void widen(const Storage* from, int n, float* to) {
+  template <class Query>
+  TRUNKLINE_INLINE static void widen(const typename Query::Storage* from, int n, float* to) {
     int j = 0;
-    for (; j + kLanes <= n; j += kLanes) store(to + j, T::load_floats(from + j));
-    for (; j < n; ++j) to[j] = T::to_float(from[j]);
+    for (; j + kLanes <= n; j += kLanes) store(to + j, Query::load_floats(from + j));
+    for (; j < n; ++j) to[j] = Query::to_float(from[j]);
   }
 
   TRUNKLINE_INLINE Adjustment adjustment(bool causal, int32_t query_lowest, int32_t query_highest) const {

@@ -4,14 +4,12 @@
 // Invariant: `packed[block, layer]` says in which order the block's tiles of that layer are, before and after
 // every op. A chunk is packed when its last slot is written (it is then full); a write into a part of a packed
 // chunk unpacks it first. All indices are checked before anything is touched.
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/tvm_ffi.h>
 
 #include <algorithm>
 #include <cstring>
 
 #include "attention_checks.h"
+#include "common/exports.h"
 #include "ops.h"
 
 namespace trunkline {
@@ -351,9 +349,9 @@ void scatter_slots(int64_t handle, TensorView data, TensorView packed, TensorVie
 }  // namespace
 }  // namespace trunkline
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_kv, trunkline::write_kv)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_blocks, trunkline::copy_blocks)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_blocks, trunkline::gather_blocks)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_slots, trunkline::gather_slots)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(scatter_blocks, trunkline::scatter_blocks)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(scatter_slots, trunkline::scatter_slots)
+TRUNKLINE_EXPORT(write_kv, trunkline::write_kv)
+TRUNKLINE_EXPORT(copy_blocks, trunkline::copy_blocks)
+TRUNKLINE_EXPORT(gather_blocks, trunkline::gather_blocks)
+TRUNKLINE_EXPORT(gather_slots, trunkline::gather_slots)
+TRUNKLINE_EXPORT(scatter_blocks, trunkline::scatter_blocks)
+TRUNKLINE_EXPORT(scatter_slots, trunkline::scatter_slots)

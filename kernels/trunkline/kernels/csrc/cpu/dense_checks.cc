@@ -29,17 +29,8 @@ std::string described(const TensorView& tensor) {
 namespace {
 
 const LinearTable& linear_table(CpuLevel level, bool in_groups) {
-#if TRUNKLINE_LEVELS > 1
-  switch (level) {
-    case CpuLevel::kAvx2: return in_groups ? avx2::kGroupTable : avx2::kLinearTable;
-    case CpuLevel::kAvx512: return in_groups ? avx512::kGroupTable : avx512::kLinearTable;
-    case CpuLevel::kAvx512Bf16: return in_groups ? avx512bf16::kGroupTable : avx512bf16::kLinearTable;
-    default: break;
-  }
-#else
-  static_cast<void>(level);
-#endif
-  return in_groups ? portable::kGroupTable : portable::kLinearTable;
+  if (in_groups) TRUNKLINE_RETURN_AT(level, kGroupTable);
+  TRUNKLINE_RETURN_AT(level, kLinearTable);
 }
 
 }  // namespace
@@ -51,18 +42,6 @@ LinearFunctions linear_functions(CpuLevel level, const LinearLayer& layer) {
   return {table.unit[second][type], table.row_words[second][type]};
 }
 
-const NormTable& norm_table(CpuLevel level) {
-#if TRUNKLINE_LEVELS > 1
-  switch (level) {
-    case CpuLevel::kAvx2: return avx2::kNormTable;
-    case CpuLevel::kAvx512: return avx512::kNormTable;
-    case CpuLevel::kAvx512Bf16: return avx512bf16::kNormTable;
-    default: break;
-  }
-#else
-  static_cast<void>(level);
-#endif
-  return portable::kNormTable;
-}
+const NormTable& norm_table(CpuLevel level) { TRUNKLINE_RETURN_AT(level, kNormTable); }
 
 }  // namespace trunkline

@@ -1,10 +1,8 @@
 // RMS norms: checks, and the split of the rows over the threads.
 
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/tvm_ffi.h>
-
 #include <algorithm>
 
+#include "common/exports.h"
 #include "context.h"
 #include "dense_checks.h"
 #include "ops.h"
@@ -69,5 +67,5 @@ void add_rms_norm(int64_t context, TensorView x, TensorView residual, TensorView
 }  // namespace
 }  // namespace trunkline
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm, trunkline::rms_norm)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(add_rms_norm, trunkline::add_rms_norm)
+TRUNKLINE_EXPORT(rms_norm, trunkline::rms_norm)
+TRUNKLINE_EXPORT(add_rms_norm, trunkline::add_rms_norm)

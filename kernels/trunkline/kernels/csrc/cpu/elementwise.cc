@@ -9,19 +9,7 @@
 namespace trunkline {
 namespace {
 
-const ElementTable& element_table(CpuLevel level) {
-#if TRUNKLINE_LEVELS > 1
-  switch (level) {
-    case CpuLevel::kAvx2: return avx2::kElementTable;
-    case CpuLevel::kAvx512: return avx512::kElementTable;
-    case CpuLevel::kAvx512Bf16: return avx512bf16::kElementTable;
-    default: break;
-  }
-#else
-  static_cast<void>(level);
-#endif
-  return portable::kElementTable;
-}
+const ElementTable& element_table(CpuLevel level) { TRUNKLINE_RETURN_AT(level, kElementTable); }
 
 // Calls `body(begin, end)` for parts of [0, count) of `each` elements.
 template <class Body>

@@ -1,13 +1,11 @@
 // Linear layers: handles of packed layers, checks of calls, and the split of the work over the threads.
 
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/tvm_ffi.h>
-
 #include <algorithm>
 #include <cmath>
 #include <new>
 #include <span>
 
+#include "common/exports.h"
 #include "context.h"
 #include "dense_checks.h"
 #include "linear_pack.h"
@@ -161,4 +159,4 @@ void linear(int64_t context, int64_t handle, TensorView x, TensorView out, Tenso
 }  // namespace
 }  // namespace trunkline
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear, trunkline::linear)
+TRUNKLINE_EXPORT(linear, trunkline::linear)

@@ -1,13 +1,11 @@
 // Packing of codes in groups into panels (`GroupForm` in linear.h).
 
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/tvm_ffi.h>
-
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <memory>
 
+#include "common/exports.h"
 #include "context.h"
 #include "dense_checks.h"
 #include "linear_pack.h"
@@ -204,5 +202,5 @@ int64_t linear_pack_groups(int64_t context, TensorView codes, TensorView scale, 
 }  // namespace
 }  // namespace trunkline
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_groups_bytes, trunkline::linear_groups_bytes)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_pack_groups, trunkline::linear_pack_groups)
+TRUNKLINE_EXPORT(linear_groups_bytes, trunkline::linear_groups_bytes)
+TRUNKLINE_EXPORT(linear_pack_groups, trunkline::linear_pack_groups)

@@ -5,13 +5,11 @@
 
 #include "linear_pack.h"
 
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/tvm_ffi.h>
-
 #include <algorithm>
 #include <cstring>
 #include <memory>
 
+#include "common/exports.h"
 #include "context.h"
 #include "dense_checks.h"
 
@@ -181,6 +179,6 @@ const char* dense_type_name(DenseType type) {
 
 }  // namespace trunkline
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_packed_bytes, trunkline::linear_packed_bytes)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_pack, trunkline::linear_pack)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_delete, trunkline::linear_delete)
+TRUNKLINE_EXPORT(linear_packed_bytes, trunkline::linear_packed_bytes)
+TRUNKLINE_EXPORT(linear_pack, trunkline::linear_pack)
+TRUNKLINE_EXPORT(linear_delete, trunkline::linear_delete)

@@ -1,9 +1,8 @@
 // Exported functions that belong to no op: levels and contexts.
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/tvm_ffi.h>
 
 #include <system_error>
 
+#include "common/exports.h"
 #include "context.h"
 
 namespace trunkline {
@@ -18,7 +17,7 @@ int64_t interface_version() { return kInterfaceVersion; }
 int64_t cpu_level() { return static_cast<int64_t>(best_cpu_level()); }
 
 int64_t cpu_context_new(int64_t level, int64_t threads) {
-  if (level < 0 || level > cpu_level()) TVM_FFI_THROW(ValueError) << "level " << level << " does not run here";
+  if (!runs_here(level)) TVM_FFI_THROW(ValueError) << "level " << level << " does not run here";
   if (threads < 1 || threads > 1024) TVM_FFI_THROW(ValueError) << threads << " threads; allowed are 1 to 1024";
   try {
     return reinterpret_cast<int64_t>(new CpuContext(static_cast<CpuLevel>(level), static_cast<int>(threads)));
@@ -33,7 +32,7 @@ void cpu_context_delete(int64_t handle) { delete reinterpret_cast<CpuContext*>(h
 }  // namespace
 }  // namespace trunkline
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(interface_version, trunkline::interface_version)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(cpu_level, trunkline::cpu_level)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(cpu_context_new, trunkline::cpu_context_new)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(cpu_context_delete, trunkline::cpu_context_delete)
+TRUNKLINE_EXPORT(interface_version, trunkline::interface_version)
+TRUNKLINE_EXPORT(cpu_level, trunkline::cpu_level)
+TRUNKLINE_EXPORT(cpu_context_new, trunkline::cpu_context_new)
+TRUNKLINE_EXPORT(cpu_context_delete, trunkline::cpu_context_delete)

@@ -1,8 +1,5 @@
 // Exported functions that make plans: of decode steps from nothing (common/work_plan.h) and going on
 // (common/live_plan.h), of prefill (common/prefill_plan.h).
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/tvm_ffi.h>
 
 #include <cstring>
 #include <memory>
@@ -11,6 +8,7 @@
 #include <vector>
 
 #include "common/checks.h"
+#include "common/exports.h"
 #include "common/live_plan.h"
 #include "common/prefill_plan.h"
 #include "common/work_plan.h"
@@ -198,10 +196,10 @@ ffi::Tensor live_plan_changes(int64_t handle) {
 }  // namespace
 }  // namespace trunkline
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_work, trunkline::plan_work)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_prefill, trunkline::plan_prefill)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(live_plan_new, trunkline::live_plan_new)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(live_plan_delete, trunkline::live_plan_delete)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(live_plan_apply, trunkline::live_plan_apply)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(live_plan_words, trunkline::live_plan_words)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(live_plan_changes, trunkline::live_plan_changes)
+TRUNKLINE_EXPORT(plan_work, trunkline::plan_work)
+TRUNKLINE_EXPORT(plan_prefill, trunkline::plan_prefill)
+TRUNKLINE_EXPORT(live_plan_new, trunkline::live_plan_new)
+TRUNKLINE_EXPORT(live_plan_delete, trunkline::live_plan_delete)
+TRUNKLINE_EXPORT(live_plan_apply, trunkline::live_plan_apply)
+TRUNKLINE_EXPORT(live_plan_words, trunkline::live_plan_words)
+TRUNKLINE_EXPORT(live_plan_changes, trunkline::live_plan_changes)

@@ -3,12 +3,11 @@
 //
 // What a step could do wrong is checked here, so that the interpreter need not: it is a ValueError, never a wrong
 // address.
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/tvm_ffi.h>
 
 #include <algorithm>
 #include <utility>
 
+#include "common/exports.h"
 #include "linear_pack.h"
 #include "ops.h"
 #include "program.h"
@@ -250,11 +249,11 @@ void program_run(int64_t handle, int64_t start, int64_t stop) {
 }  // namespace
 }  // namespace trunkline
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_new, trunkline::program_new)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_delete, trunkline::program_delete)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_bind, trunkline::program_bind)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_begin, trunkline::program_begin)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_go_on, trunkline::program_go_on)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_adapter, trunkline::program_adapter)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_adapt, trunkline::program_adapt)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_run, trunkline::program_run)
+TRUNKLINE_EXPORT(program_new, trunkline::program_new)
+TRUNKLINE_EXPORT(program_delete, trunkline::program_delete)
+TRUNKLINE_EXPORT(program_bind, trunkline::program_bind)
+TRUNKLINE_EXPORT(program_begin, trunkline::program_begin)
+TRUNKLINE_EXPORT(program_go_on, trunkline::program_go_on)
+TRUNKLINE_EXPORT(program_adapter, trunkline::program_adapter)
+TRUNKLINE_EXPORT(program_adapt, trunkline::program_adapt)
+TRUNKLINE_EXPORT(program_run, trunkline::program_run)

@@ -2,29 +2,15 @@
 
 #include "sampling.h"
 
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/tvm_ffi.h>
-
 #include <algorithm>
 
 #include "common/checks.h"
+#include "common/exports.h"
 #include "context.h"
 
 namespace trunkline {
 
-const SamplingTable& sampling_table(CpuLevel level) {
-#if TRUNKLINE_LEVELS > 1
-  switch (level) {
-    case CpuLevel::kAvx2: return avx2::kSamplingTable;
-    case CpuLevel::kAvx512: return avx512::kSamplingTable;
-    case CpuLevel::kAvx512Bf16: return avx512bf16::kSamplingTable;
-    case CpuLevel::kPortable: break;
-  }
-#else
-  static_cast<void>(level);
-#endif
-  return portable::kSamplingTable;
-}
+const SamplingTable& sampling_table(CpuLevel level) { TRUNKLINE_RETURN_AT(level, kSamplingTable); }
 
 void keep_smallest(uint64_t* ranks, int64_t n, int64_t count) {
   std::nth_element(ranks, ranks + count - 1, ranks + n);
@@ -208,8 +194,8 @@ void sample_report(int64_t context, TensorView logits, TensorView rows, TensorVi
 }  // namespace
 }  // namespace trunkline
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sample_bias, trunkline::sample_bias)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sample_mask, trunkline::sample_mask)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sample_penalise, trunkline::sample_penalise)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sample_draw, trunkline::sample_draw)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sample_report, trunkline::sample_report)
+TRUNKLINE_EXPORT(sample_bias, trunkline::sample_bias)
+TRUNKLINE_EXPORT(sample_mask, trunkline::sample_mask)
+TRUNKLINE_EXPORT(sample_penalise, trunkline::sample_penalise)
+TRUNKLINE_EXPORT(sample_draw, trunkline::sample_draw)
+TRUNKLINE_EXPORT(sample_report, trunkline::sample_report)

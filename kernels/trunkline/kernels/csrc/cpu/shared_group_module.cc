@@ -1,10 +1,7 @@
 // Exported functions of the shared-memory collectives. A group is a handle; errors have kinds of their own, which
 // `trunkline/kernels/shared_group.py` registers. Calls wait without the interpreter's lock: tvm-ffi releases it.
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
 #include <tvm/ffi/string.h>
-#include <tvm/ffi/tvm_ffi.h>
 
 #include <map>
 #include <memory>
@@ -12,6 +9,7 @@
 #include <system_error>
 
 #include "common/checks.h"
+#include "common/exports.h"
 #include "cpu/cpu_level.h"
 #include "cpu/shared_group.h"
 #include "cpu/shared_group_handles.h"
@@ -70,7 +68,7 @@ void shared_group_create(const ffi::String& path, int64_t size, int64_t slot_byt
 }
 
 int64_t shared_group_join(const ffi::String& path, int64_t rank, int64_t size, int64_t level, int64_t timeout_ms) {
-  if (level < 0 || level > static_cast<int64_t>(best_cpu_level())) {
+  if (!runs_here(level)) {
     TVM_FFI_THROW(ValueError) << "level " << level << " does not run here";
   }
   auto group = translated([&] {
@@ -133,10 +131,10 @@ void shared_group_broadcast(int64_t handle, TensorView tensor) {
 }  // namespace
 }  // namespace trunkline
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(shared_group_create, trunkline::shared_group_create)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(shared_group_join, trunkline::shared_group_join)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(shared_group_close, trunkline::shared_group_close)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(shared_group_all_reduce, trunkline::shared_group_all_reduce)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(shared_group_all_gather, trunkline::shared_group_all_gather)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(shared_group_gather_columns, trunkline::shared_group_gather_columns)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(shared_group_broadcast, trunkline::shared_group_broadcast)
+TRUNKLINE_EXPORT(shared_group_create, trunkline::shared_group_create)
+TRUNKLINE_EXPORT(shared_group_join, trunkline::shared_group_join)
+TRUNKLINE_EXPORT(shared_group_close, trunkline::shared_group_close)
+TRUNKLINE_EXPORT(shared_group_all_reduce, trunkline::shared_group_all_reduce)
+TRUNKLINE_EXPORT(shared_group_all_gather, trunkline::shared_group_all_gather)
+TRUNKLINE_EXPORT(shared_group_gather_columns, trunkline::shared_group_gather_columns)
+TRUNKLINE_EXPORT(shared_group_broadcast, trunkline::shared_group_broadcast)

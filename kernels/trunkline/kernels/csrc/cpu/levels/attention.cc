@@ -13,6 +13,9 @@
 namespace trunkline::TRUNKLINE_NAMESPACE {
 namespace {
 
+template <class T>
+using UnitOf = AttentionUnit<Attending<T>>;
+
 // Turns the first `2 * half` elements of a query.
 template <class T>
 void turn(const char* q, const float* cosines, const float* sines, long half, long head_dim, char* to) {
@@ -80,8 +83,8 @@ TRUNKLINE_INLINE Carried carried_at(float* carried, int64_t index, int padded) {
 }
 
 // The row's states become those that its piece before this one left, whose turn it was.
-template <class T>
-void take_up(const DecodeCall& call, AttentionUnit<T>& unit, const DecodeUnit& chosen) {
+template <class Unit>
+void take_up(const DecodeCall& call, Unit& unit, const DecodeUnit& chosen) {
   const WorkView& work = call.work;
   const UnitMemory& memory = unit.memory();
   const int first_entry = work.piece_entries[chosen.piece], last_entry = work.piece_entries[chosen.piece + 1];
@@ -101,8 +104,8 @@ void take_up(const DecodeCall& call, AttentionUnit<T>& unit, const DecodeUnit& c
   }
 }
 
-template <class T>
-void leave(const DecodeCall& call, AttentionUnit<T>& unit, int vector, int64_t index) {
+template <class Unit>
+void leave(const DecodeCall& call, Unit& unit, int vector, int64_t index) {
   const UnitMemory& memory = unit.memory();
   const int padded = unit.padded();
   const Carried to = carried_at(call.carried, index, padded);
@@ -113,8 +116,8 @@ void leave(const DecodeCall& call, AttentionUnit<T>& unit, int vector, int64_t i
 
 // `opens`: no other partial result has come before; `closes`: none comes behind.
 template <class T>
-void finish_vector(const DecodeCall& call, AttentionUnit<T>& unit, int vector, bool opens, bool closes,
-                   float* states, int64_t index, int64_t query_head, char* out) {
+void finish_vector(const DecodeCall& call, UnitOf<T>& unit, int vector, bool opens, bool closes, float* states,
+                   int64_t index, int64_t query_head, char* out) {
   const UnitMemory& memory = unit.memory();
   const int padded = unit.padded();
   const float* acc = memory.acc + vector * padded;
@@ -128,12 +131,12 @@ void finish_vector(const DecodeCall& call, AttentionUnit<T>& unit, int vector, b
   if (closes) {
     const int d = static_cast<int>(call.pool.value_dim);
     const float factor = result_factor(call.rule, query_head, *state.total, *state.peak);
-    AttentionUnit<T>::template write_scaled<T>(state.acc, factor, d, out);
+    write_scaled<T>(state.acc, factor, d, out);
   }
 }
 
 template <class T>
-void finish(const DecodeCall& call, AttentionUnit<T>& unit, const DecodeUnit& chosen) {
+void finish(const DecodeCall& call, UnitOf<T>& unit, const DecodeUnit& chosen) {
   const WorkView& work = call.work;
   const int64_t vector_bytes = call.pool.value_dim * static_cast<int64_t>(sizeof(typename T::Storage));
   const int first_entry = work.piece_entries[chosen.piece], last_entry = work.piece_entries[chosen.piece + 1];
@@ -154,9 +157,9 @@ void finish(const DecodeCall& call, AttentionUnit<T>& unit, const DecodeUnit& ch
         if ((word & kEntryLeaves) != 0) {
           leave(call, unit, vector, index);
         } else if (opens && closes) {
-          unit.write_output(vector, query_head, out);
+          unit.template write_output<T>(vector, query_head, out);
         } else {
-          finish_vector(call, unit, vector, opens, closes, call.states, index, query_head, out);
+          finish_vector<T>(call, unit, vector, opens, closes, call.states, index, query_head, out);
         }
       }
       if (partials > 1 && merged != nullptr) {
@@ -173,7 +176,7 @@ void decode_unit(const DecodeCall& call, const DecodeUnit& chosen, char* scratch
   const int first_entry = work.piece_entries[chosen.piece], last_entry = work.piece_entries[chosen.piece + 1];
   const int vectors = (last_entry - first_entry) * call.group;
   const int tokens = vectors >= kManyVectors && !call.invariant ? kGroupTokens : kShortGroupTokens;
-  AttentionUnit<T> unit(call.pool, call.rule, call.layer, chosen.head, chosen.heads, vectors, tokens, scratch);
+  UnitOf<T> unit(call.pool, call.rule, call.layer, chosen.head, chosen.heads, vectors, tokens, scratch);
   UnitMemory& memory = unit.memory();
   const int64_t vector_bytes = call.pool.head_dim * static_cast<int64_t>(sizeof(typename T::Storage));
   const auto position_of = [&](int entry) {
@@ -200,7 +203,7 @@ void decode_unit(const DecodeCall& call, const DecodeUnit& chosen, char* scratch
       for (int g = 0; g < call.group; ++g) {
         const int vector = h * vectors + (entry - first_entry) * call.group + g;
         const int64_t query_head = static_cast<int64_t>(chosen.head + h) * call.group + g;
-        unit.set_query(vector, q + query_head * vector_bytes);
+        unit.template set_query<T>(vector, q + query_head * vector_bytes);
         memory.position[vector] = static_cast<float>(position);
         memory.reach[vector] = static_cast<float>(reach_of(entry));
         if (call.rule.slopes != nullptr) memory.slope[vector] = call.rule.slopes[query_head] * kLog2E;
@@ -227,7 +230,7 @@ void decode_unit(const DecodeCall& call, const DecodeUnit& chosen, char* scratch
   if (windowed) at.see_from = lowest - call.rule.window + 1, at.see_to = highest;
   if (call.rule.span > 0) at.see_from = farthest;
   unit.attend(at, windowed, lowest, highest);
-  finish(call, unit, chosen);
+  finish<T>(call, unit, chosen);
 }
 
 // Buffer: all partials of a row, in the order of ordinals.
@@ -245,8 +248,8 @@ void decode_merge(const DecodeCall& call, int64_t row) {
       merge_into(state, other.acc, *other.peak, *other.total, padded);
     }
     const float factor = result_factor(call.rule, head, *state.total, *state.peak);
-    AttentionUnit<T>::template write_scaled<T>(state.acc, factor, static_cast<int>(call.pool.value_dim),
-                                               call.out + row * call.out_stride + head * vector_bytes);
+    write_scaled<T>(state.acc, factor, static_cast<int>(call.pool.value_dim),
+                    call.out + row * call.out_stride + head * vector_bytes);
   }
 }
 
@@ -254,7 +257,7 @@ void decode_merge(const DecodeCall& call, int64_t row) {
 template <class T>
 struct PrefillBlock {
   const PrefillCall& call;
-  AttentionUnit<T>& unit;
+  UnitOf<T>& unit;
   const PrefillUnit& chosen;
   char* turned;  // [vectors, d]
 
@@ -277,7 +280,7 @@ struct PrefillBlock {
           turn<T>(q, cosines, cosines + call.half_rotary, call.half_rotary, call.pool.head_dim, to);
           row = to;
         }
-        unit.set_query(vector, row);
+        unit.template set_query<T>(vector, row);
         memory.position[vector] = static_cast<float>(call.query_position[query] - lowest);
         memory.reach[vector] = static_cast<float>(reach_at(call.rule, call.query_position[query]));
       }
@@ -288,7 +291,7 @@ struct PrefillBlock {
 template <class T>
 void prefill_unit(const PrefillCall& call, const PrefillUnit& chosen, char* scratch) {
   const int vectors = chosen.queries * call.group;
-  AttentionUnit<T> unit(call.pool, call.rule, call.layer, chosen.head, 1, vectors, kGroupTokens, scratch);
+  UnitOf<T> unit(call.pool, call.rule, call.layer, chosen.head, 1, vectors, kGroupTokens, scratch);
   UnitMemory& memory = unit.memory();
   int32_t lowest = INT32_MAX, highest = INT32_MIN;
   for (int token = 0; token < chosen.queries; ++token) {
@@ -324,7 +327,7 @@ void prefill_unit(const PrefillCall& call, const PrefillUnit& chosen, char* scra
     const int64_t query = chosen.first_query + token;
     char* out = call.out + query * call.out_stride + chosen.head * call.group * result_bytes;
     for (int g = 0; g < call.group; ++g, ++vector, out += result_bytes) {
-      unit.write_output(vector, static_cast<int64_t>(chosen.head) * call.group + g, out);
+      unit.template write_output<T>(vector, static_cast<int64_t>(chosen.head) * call.group + g, out);
     }
   }
 }
@@ -350,6 +353,6 @@ constexpr AttentionTable kTable = {
 
 }  // namespace
 
-const AttentionTable* attention_table() { return &kTable; }
+const AttentionTable& attention_table() { return kTable; }
 
 }  // namespace trunkline::TRUNKLINE_NAMESPACE

@@ -160,6 +160,6 @@ constexpr BlockTable kTable = {
 
 }  // namespace
 
-const BlockTable* block_table() { return &kTable; }
+const BlockTable& block_table() { return kTable; }
 
 }  // namespace trunkline::TRUNKLINE_NAMESPACE

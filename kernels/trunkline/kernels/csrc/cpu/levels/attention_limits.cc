@@ -34,7 +34,9 @@ double multiply(int64_t repeats, char* scratch) {
   auto* c = reinterpret_cast<float*>(scratch + kRows * kSteps * 8 + kSteps * kColumns * 4);
   const typename T::A* rows[kRows];
   for (int i = 0; i < kRows; ++i) rows[i] = a + i * kSteps * T::kWords;
-  for (int64_t i = 0; i < repeats; ++i) gemm<T>(kRows, kColumns, kSteps, rows, b, kColumns, c, kColumns, false);
+  for (int64_t i = 0; i < repeats; ++i) {
+    gemm_blocks<T, kMaxVectors, kMaxRows>(kRows, rows, b, kColumns, kSteps, c, kColumns, false, 0);
+  }
   return 2.0 * kRows * kColumns * kSteps * T::kStep * static_cast<double>(repeats);
 }
 
@@ -42,6 +44,6 @@ constexpr LimitTable kTable = {read_words, {multiply<Float32>, multiply<Float16>
 
 }  // namespace
 
-const LimitTable* limit_table() { return &kTable; }
+const LimitTable& limit_table() { return kTable; }
 
 }  // namespace trunkline::TRUNKLINE_NAMESPACE
