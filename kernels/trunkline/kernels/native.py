@@ -82,9 +82,12 @@ def _library_path() -> Path | None:
 
 
 def isa_levels() -> tuple[str, ...]:
-    """Return the instruction-set levels that run on this machine, best first; none without the library."""
+    """Return the instruction-set levels that are compiled and run on this machine, best first; none without the
+    library."""
     module = library()
-    return () if module is None else ISA_LEVELS[module.cpu_level() :: -1]
+    if module is None:
+        return ()
+    return tuple(name for level, name in reversed(list(enumerate(ISA_LEVELS))) if module.cpu_runs(level))
 
 
 def chosen_level(isa: str | None) -> int:

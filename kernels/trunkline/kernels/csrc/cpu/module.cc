@@ -34,5 +34,6 @@ void cpu_context_delete(int64_t handle) { delete reinterpret_cast<CpuContext*>(h
 
 TRUNKLINE_EXPORT(interface_version, trunkline::interface_version)
 TRUNKLINE_EXPORT(cpu_level, trunkline::cpu_level)
+TRUNKLINE_EXPORT(cpu_runs, trunkline::runs_here)
 TRUNKLINE_EXPORT(cpu_context_new, trunkline::cpu_context_new)
 TRUNKLINE_EXPORT(cpu_context_delete, trunkline::cpu_context_delete)
