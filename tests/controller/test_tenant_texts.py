@@ -70,7 +70,8 @@ def test_what_is_left_out_stands_in_the_index(seed: int) -> None:
     for start in range(0, len(text), BLOCK):
         block = text[start : start + BLOCK].tobytes()
         assert block in told or block in known.tobytes()
-    assert not pieces_unknown(index, known[: 4 * BLOCK])
+    again = pieces_unknown(index, known[: len(known) // BLOCK * BLOCK])
+    assert sum(map(len, again)) < 0.1 * len(known), "all but blocks whose every entry has been overwritten"
     assert not pieces_unknown(index, known[:0])
 
 
