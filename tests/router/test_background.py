@@ -18,7 +18,8 @@ from router.process_calls import router_process
 
 from trunkline.router.api import response_turn
 from trunkline.router.messages import FinishReason
-from trunkline.router.tasks import background_run, runner, task_lease
+from trunkline.router.stores import background_store
+from trunkline.router.tasks import runner, task_lease
 from trunkline.router.text.tokenizer import Tokenizer
 
 LATER: dict[str, Any] = {"model": "demo", "input": "Hi", "background": True}
@@ -125,7 +126,7 @@ def test_a_response_fails(http: httpx.Client, router: RunningRouter) -> None:
 def test_what_never_finds_room_fails_after_its_time(
     http: httpx.Client, fake: FakeController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background_run, "TRIED_S", 3.0)
+    monkeypatch.setattr(background_store, "TRIED_S", 3.0)
     fake.behaviour.refuse = FinishReason.QUEUE_FULL
     response = begin(http)
     done = finished(http, response, 20)
@@ -278,6 +279,34 @@ def test_two_routers(kind: str, place: Path, tokenizer: Tokenizer) -> None:
         wait_until(lambda: one.live + two.live == 1)
         assert there.post(f"/v1/responses/{response}/cancel").json()["status"] == "cancelled"
         assert get(here, response)["status"] == "cancelled"
+
+
+def test_a_router_without_the_model_leaves_a_response_to_others(
+    place: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But it ends those that are cancelled, or whose time is over."""
+    other = place / "b"
+    other.mkdir()
+    with (
+        shared_records() as url,
+        running(place, tokenizer, records=url, resume_seconds=30.0) as (first, [fake]),
+        running(other, tokenizer, records=url, served_model_name="other") as (second, [_]),
+        first.client() as here,
+        second.client() as there,
+    ):
+        fake.stop()
+        wait_until(lambda: not first.ready)
+        named, unnamed, cancelled = begin(here), begin(here, model=None), begin(here)
+        assert finished(there, begin(there, model="other"))["model"] == "other"  # it has looked at all of them
+        assert {get(there, each)["status"] for each in (named, unnamed, cancelled)} == {"queued"}
+        assert here.post(f"/v1/responses/{cancelled}/cancel").json()["status"] == "cancelled"
+        monkeypatch.setattr(background_store, "TRIED_S", 0.0)
+        late = finished(here, begin(here))
+        assert (late["status"], late["error"]["code"]) == ("failed", "model_not_found")
+        again = FakeController(fake.endpoint, make_answer(tokenizer)).start()
+        assert [finished(there, each)["status"] for each in (named, unnamed)] == ["completed", "completed"]
+        assert len(again.behaviour.submits) == 2
+        again.stop()
 
 
 @pytest.mark.processes

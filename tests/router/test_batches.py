@@ -306,6 +306,32 @@ def test_another_router_goes_on_when_one_leaves(kind: str, place: Path, tokenize
             assert len(fake.behaviour.submits) <= 40 - began, "what is stored is not answered again"
 
 
+def test_a_router_with_another_model_leaves_a_batch_to_others(place: Path, tokenizer: Tokenizer) -> None:
+    """But it ends one that is cancelled. Requests that name no model mean that of the router that was asked."""
+    other = place / "b"
+    other.mkdir()
+    lines = [chat_line(0, "x"), chat_line(1, "x", model=None)]
+    with (
+        shared_records() as url,
+        running(place, tokenizer, records=url, wait=False) as (first, [fake]),
+        running(other, tokenizer, records=url, served_model_name="other") as (second, [_]),
+        first.client() as here,
+        second.client() as there,
+    ):
+        batch, cancelled = begin(here, lines), begin(here, lines)
+        own = finished(there, begin(there, [chat_line(0, "x", model="other")]))  # it has looked at all of them
+        assert own["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+        assert {get(there, each)["status"] for each in (batch, cancelled)} == {"validating"}
+        assert here.post(f"/v1/batches/{cancelled}/cancel").json()["status"] == "cancelling"
+        assert finished(here, cancelled)["status"] == "cancelled"
+        fake.start()
+        done = finished(there, batch)
+        assert done["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+        answered = lines_of(there, done["output_file_id"])
+        assert {line["response"]["body"]["model"] for line in answered} == {"demo"}
+        fake.stop()
+
+
 @pytest.mark.processes
 def test_another_router_goes_on_when_one_is_killed(place: Path, tokenizer: Tokenizer) -> None:
     controller = FakeController(f"ipc://{place}/c", make_answer(tokenizer)).start()

@@ -49,10 +49,10 @@ async def begin_background(service: RouterService, body: ResponsesRequest) -> Ob
     if state.streams:
         log.add("response.created", response=answer)
         log.add("response.queued", response=answer)
-    segments = [msgspec.json.encode({**given, "store": True}), *log.flush()]
+    segments = [msgspec.json.encode({**given, "model": answer["model"], "store": True}), *log.flush()]
     with store_errors("response", response_id):
         try:
-            await service.background.create(identity.owner, state, segments)
+            await service.background.create(identity.owner, state, segments, service.model_name)
         except ValueError as error:
             message = f"the request is too large to be kept: {error}"
             raise ApiError(400, message, code="response_too_long") from None

@@ -145,7 +145,7 @@ async def create_batch(request: Request) -> JsonResponse:
         result_ttl=0.0 if expiry is None else expiry_after(expiry, "output_expires_after", "created_at"),
     )
     with store_errors("batch", ""):
-        return JsonResponse(_object(await service.batches.create(identity.owner, state)))
+        return JsonResponse(_object(await service.batches.create(identity.owner, state, service.model_name)))
 
 
 @routes.get("/v1/batches", responses=answer_of(BatchList), openapi_extra={"parameters": PAGE_PARAMETERS})

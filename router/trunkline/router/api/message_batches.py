@@ -99,7 +99,7 @@ async def create_message_batch(request: Request) -> Response:
         total=len(body.requests),
     )
     with store_errors("message_batch", ""):
-        return JsonResponse(_object(await service.batches.create(identity.owner, state)))
+        return JsonResponse(_object(await service.batches.create(identity.owner, state, service.model_name)))
 
 
 @routes.get("/v1/messages/batches")

@@ -20,6 +20,8 @@ from trunkline.router.stores.task_store import TaskStore
 
 EVENTS_S: Final = 3600.0
 """Time in seconds for which the events of a complete response are kept after they were last read."""
+TRIED_S: Final = 24 * 3600.0
+"""Time in seconds from its request after which a response fails that always gets "try again later" (429, 503)."""
 KIND: Final = "background"
 PREFIX: Final = "resp_"
 
@@ -58,11 +60,12 @@ class BackgroundStore:
         self._tasks = tasks
         self._quota_of = quota_of
 
-    async def create(self, owner: str, state: BackgroundState, segments: Sequence[bytes]) -> None:
+    async def create(self, owner: str, state: BackgroundState, segments: Sequence[bytes], model: str) -> None:
         """Store a request, and have it answered. A request that is stored already changes nothing.
 
         Args:
             segments: the request's body, and the first of its events if they are kept.
+            model: the main name of its model.
 
         Raises:
             QuotaError: the owner's records have reached their quota.
@@ -70,7 +73,7 @@ class BackgroundStore:
         task_id = state.answer["id"]
         change = Change(msgspec.msgpack.encode(state), KEPT_S, segments=segments)
         with suppress(ExistsError):
-            await self._tasks.add(owner, task_id)
+            await self._tasks.add(owner, task_id, model, state.created + TRIED_S)
         try:
             key = RecordKey(KIND, owner, task_id)
             await self._records.create(key, change, owner_bytes_max=self._quota_of(owner))

@@ -106,14 +106,17 @@ class BatchStore:
         self._tasks = tasks
         self._quota_of = quota_of
 
-    async def create(self, owner: str, state: BatchState) -> StoredBatch:
+    async def create(self, owner: str, state: BatchState, model: str) -> StoredBatch:
         """Store a batch, and have it done.
+
+        Args:
+            model: the main name of the model that requests mean that name none.
 
         Raises:
             QuotaError: the owner's records have reached their quota.
         """
         batch_id = draw_id(PREFIX)
-        await self._tasks.add(owner, batch_id)
+        await self._tasks.add(owner, batch_id, model, state.expires)
         try:
             key = RecordKey(KIND, owner, batch_id)
             record = await self._records.create(key, change_of(state), owner_bytes_max=self._quota_of(owner))

@@ -1,6 +1,6 @@
 """Tasks: batches and background responses, which outlive the requests that asked for them.
 
-    task record (owner "", so that one page finds all) ─► whose it is; whether it is to be cancelled
+    task record (owner "", so that one page finds all) ─► whose it is; its model; whether it is to be cancelled
     record of the batch or response ─► what is to be done, what is done; its lease names the router that does it
 
 A router looks for tasks whose record no router has leased, and does them (`tasks/runner.py`). If it dies, the
@@ -34,6 +34,8 @@ class _Header(msgspec.Struct, omit_defaults=True):
 
     owner: str
     is_cancelled: bool = False
+    model: str = ""
+    until: float = 0.0
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -46,6 +48,10 @@ class Task(msgspec.Struct, frozen=True):
     """Whether its client wants it to be cancelled."""
     created: float
     """Unix time in seconds."""
+    model: str
+    """Main name of the model that it needs; "": an older version has stored the task."""
+    until: float
+    """Unix time in seconds from which on the task has failed, if it is not over."""
 
 
 class TaskStore:
@@ -56,9 +62,9 @@ class TaskStore:
         self.changed = asyncio.Event()
         """Set whenever this router should look at the tasks at once."""
 
-    async def add(self, owner: str, task_id: str) -> None:
-        """Store a task; then the caller stores its record, and sets `changed`."""
-        header = msgspec.msgpack.encode(_Header(owner))
+    async def add(self, owner: str, task_id: str, model: str, until: float) -> None:
+        """Store a task; then the caller stores its record, and sets `changed`. `model`, `until`: as in `Task`."""
+        header = msgspec.msgpack.encode(_Header(owner, model=model, until=until))
         await self._records.create(_key(task_id), Change(header, KEPT_S))
 
     async def is_cancelled(self, task_id: str) -> bool:
@@ -92,7 +98,8 @@ class TaskStore:
             page = await self._records.page(_KIND, "", after, PAGE_MAX, headers=True)
             for record in page:
                 header = msgspec.msgpack.decode(record.header, type=_Header)
-                found.append(Task(record.key.id, header.owner, header.is_cancelled, record.created))
+                owner, is_cancelled = header.owner, header.is_cancelled
+                found.append(Task(record.key.id, owner, is_cancelled, record.created, header.model, header.until))
             if len(page) < PAGE_MAX:
                 return found
             after = page[-1].key.id

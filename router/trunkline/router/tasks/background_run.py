@@ -12,8 +12,10 @@ from trunkline.router.api.openai_responses import responses
 from trunkline.router.errors import ApiError
 from trunkline.router.request_context import RequestRandom, known
 from trunkline.router.service import RouterService
+from trunkline.router.stores import background_store
 from trunkline.router.stores.background_store import KIND, BackgroundState, change_of, state_of
 from trunkline.router.stores.response_events import EventLog
+from trunkline.router.stores.task_store import Task
 from trunkline.router.tasks.inner_call import InnerAnswer, InnerRequest, make_request
 from trunkline.router.tasks.task_lease import TaskLease
 from trunkline.router.tenancy.auth import Identity
@@ -22,8 +24,6 @@ _RESPONSES_AT_ONCE: Final = 64
 _PATH: Final = "/v1/responses"
 _FLUSH_S: Final = 0.25
 """Time in seconds between two times that the events of a response are stored."""
-TRIED_S: Final = 24 * 3600.0
-"""Time in seconds from its request after which a response fails that always gets "try again later" (429, 503)."""
 
 
 class BackgroundHandler:
@@ -37,6 +37,10 @@ class BackgroundHandler:
         self._app = app
         self._service: RouterService = app.state.service
 
+    def suits(self, task: Task) -> bool:
+        """See `Handler`."""
+        return self._service.models.find(task.model) is not None
+
     async def run(self, lease: TaskLease) -> bool:
         """See `Handler`."""
         state = state_of(lease.record)
@@ -49,10 +53,10 @@ class BackgroundHandler:
             return True
         await self._enter(lease, state, "in_progress", log)
         random = RequestRandom(state.name, state.created)
-        until = state.created + TRIED_S
+        until = state.created + background_store.TRIED_S
         body = lease.segments[0].content
         request = InnerRequest(_PATH, body, identity, random, is_behind=False, until=until, events=log)
-        answer = await self._answer(lease, state, request)
+        answer = None if lease.cancelled.is_set() else await self._answer(lease, state, request)
         if answer is None and not lease.cancelled.is_set():
             return False
         is_made = (
@@ -65,7 +69,7 @@ class BackgroundHandler:
         else:
             error = msgspec.json.decode(answer.body)["error"]
             if answer.status in (429, 503):
-                tried = f"it was tried for {TRIED_S / 3600:.0f} hours without success"
+                tried = f"it was tried for {background_store.TRIED_S / 3600:.0f} hours without success"
                 error["message"] = f"{tried}: {error['message']}"
             code = error["code"] or ("server_error" if answer.status >= 500 else "invalid_prompt")
             state.answer["error"] = {"code": code, "message": error["message"]}

@@ -36,6 +36,7 @@ from trunkline.router.stores.batch_store import (
     state_of,
 )
 from trunkline.router.stores.file_store import PART_BYTES, FileInfo
+from trunkline.router.stores.task_store import Task
 from trunkline.router.tasks.batch_input import BatchInput, BatchLine, Line
 from trunkline.router.tasks.inner_call import InnerAnswer, InnerRequest, make_request
 from trunkline.router.tasks.task_lease import TaskLease
@@ -76,6 +77,11 @@ class BatchHandler:
         self._service: RouterService = app.state.service
         self._count = 0
         """Batches that are worked on."""
+
+    def suits(self, task: Task) -> bool:
+        """See `Handler`. Requests that name no model get the same one from each router that does the batch."""
+        models = self._service.models
+        return models.find(task.model) is models.first
 
     async def run(self, lease: TaskLease) -> bool:
         """See `Handler`."""

@@ -2,6 +2,9 @@
 
 every few seconds: all tasks ─► lease their records ─► `Handler.run` ─► the task is removed
                        └─ those that are to be cancelled are told
+
+Servers of different models may share a store, as all do that one user starts on a machine. A task that needs a
+model which this router does not have is left to others, unless it only has to be ended.
 """
 
 from __future__ import annotations
@@ -34,6 +37,9 @@ class Handler(Protocol):
     """Kind of their records."""
     count_max: int
     """Number of tasks that a router does at once."""
+
+    def suits(self, task: Task) -> bool:
+        """Return whether this router has the model that a task needs."""
 
     async def run(self, lease: TaskLease) -> bool:
         """Do a task, or what is left of it. Return whether it is over; if not, a router goes on with it later.
@@ -116,7 +122,10 @@ class TaskRunner:
                     run.lease.cancelled.set()
                 continue
             handler = self._handler_of(task)
-            if handler is not None and task.id not in self._busy_until and self._has_room(handler):
+            if handler is None or task.id in self._busy_until or not self._has_room(handler):
+                continue
+            is_to_end = task.is_cancelled or time.time() >= task.until
+            if is_to_end or handler.suits(task):
                 await self._take(task, handler)
 
     def _handler_of(self, task: Task) -> Handler | None:
