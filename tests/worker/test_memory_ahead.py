@@ -20,7 +20,7 @@ from trunkline.kvstore.chunk_format import kv_format
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.messages import Fork, Join, Sampling, StepPlan
 from trunkline.worker.model.decoder import make_kv_pool
-from trunkline.worker.pool_memory import AHEAD_BYTES, MemoryAhead
+from trunkline.worker.pool_memory import AHEAD_BYTES, MOST_AHEAD_BYTES, MemoryAhead
 from trunkline.worker.tiers.host_pool import HostPool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system's pages are Linux's")
@@ -144,6 +144,43 @@ def test_slots_of_the_host_pool_are_ahead_too() -> None:
     ahead.note(StepPlan(2, 1, late_saves=pack_int32(np.array([[0, BLOCKS - 1, 1]], dtype=np.int32))))
     assert not ahead.is_short  # nothing is behind the last slot
     host.close()
+
+
+def test_behind_a_step_the_next_block_is_there_at_once() -> None:
+    pool, highest = make_pool(), BLOCKS // 5
+    host = HostPool(BLOCKS, pool)
+    ahead = MemoryAhead(pool, host)
+    ahead.note(plan(joins=(highest,)))
+    ahead.note(StepPlan(1, 1, late_saves=pack_int32(np.array([[0, highest, 1]], dtype=np.int32))))
+    ahead.cover()
+    start = (highest + 1) * PART.chunk_bytes
+    for pages in (present(pool), pages_of(host.memory)):
+        given = np.flatnonzero(pages[start // mmap.PAGESIZE + 1 :])
+        assert LARGE_PAGE_BYTES // mmap.PAGESIZE - 2 <= len(given) <= 2 * LARGE_PAGE_BYTES // mmap.PAGESIZE
+        assert given[-1] == len(given) - 1, "from the end of the block on"
+    before = present(pool)
+    ahead.cover()
+    assert (present(pool) == before).all()
+    host.close()
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_as_much_is_ahead_as_came_into_use_since_it_was_enough(seed: int) -> None:
+    rng, step = random.Random(seed), LARGE_PAGE_BYTES // PART.chunk_bytes
+    pool = make_pool(8 * BLOCKS)
+    ahead, used = MemoryAhead(pool, None), 0
+    take_all(ahead)
+    while used + 40 * step < 8 * BLOCKS:
+        grown = rng.randrange(1, 40) * step
+        used += grown
+        ahead.note(plan(joins=(used - 1,)))
+        take_all(ahead)
+        wanted = min(max(grown * PART.chunk_bytes, AHEAD_BYTES), MOST_AHEAD_BYTES)
+        stop = min(used * PART.chunk_bytes + wanted, pool.data.numel() * 2) // mmap.PAGESIZE
+        pages = present(pool)
+        assert pages[used * PART.chunk_bytes // mmap.PAGESIZE + 1 : stop].all()
+        most = used * PART.chunk_bytes + MOST_AHEAD_BYTES + LARGE_PAGE_BYTES
+        assert not pages[most // mmap.PAGESIZE + 1 :].any()
 
 
 def test_nothing_is_taken_where_it_would_be_of_no_use() -> None:

@@ -25,8 +25,10 @@ from trunkline.worker.tiers.copy_lane import CopyOptions
 from trunkline.worker.tiers.host_pool import HostPool
 
 AHEAD_BYTES: Final = 16 << 20
-"""How much memory of a pool is taken ahead of the blocks in use: what a prompt of 2,048 tokens of a small model
-needs on each of two ranks. Large models compute prompts so slowly that first writes do not count."""
+"""How much memory of a pool an idle rank takes ahead of the blocks in use, at least: what a prompt of 2,048 tokens
+of a small model needs on each of two ranks."""
+MOST_AHEAD_BYTES: Final = 64 << 20
+"""As much at most. Large models compute prompts so slowly that first writes do not count."""
 _PAUSE_MS: Final = 20
 """How long no message must have come before more memory is taken. Within a request messages come faster."""
 
@@ -88,11 +90,23 @@ class PagesAhead:
         """Bytes up to the end of the highest item in use."""
         self._taken = 0
         """Bytes up to the end of the memory that was taken or is in use."""
+        self._used_before = 0
+        """What `_used` was when memory was last ahead as wanted."""
 
     @property
     def is_short(self) -> bool:
-        """Whether less than `AHEAD_BYTES` is taken ahead."""
-        return self._taken < min(self._used + AHEAD_BYTES, len(self._bytes))
+        """Whether less is taken ahead than came into use since it last was enough, within `AHEAD_BYTES` and
+        `MOST_AHEAD_BYTES`."""
+        wanted = min(max(self._used - self._used_before, AHEAD_BYTES), MOST_AHEAD_BYTES)
+        return self._lacks(wanted)
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether the next block to be written may have to wait for a page."""
+        return self._lacks(LARGE_PAGE_BYTES)
+
+    def _lacks(self, wanted: int) -> bool:
+        return self._taken < min(self._used + wanted, len(self._bytes))
 
     def note(self, items: Int32Array) -> None:
         """Note the numbers of items that are in use now."""
@@ -107,15 +121,19 @@ class PagesAhead:
         self._taken = min(end * LARGE_PAGE_BYTES - address, len(self._bytes))
         if not take_pages(self._bytes[start : self._taken]):
             self._taken = len(self._bytes)  # the system cannot do it: first writes take memory as ever
+        if not self.is_short:
+            self._used_before = self._used
 
 
 class MemoryAhead:
     """Takes memory for the next chunks of the CPU pool and the host pool while a rank has nothing to do.
 
     At first these pools are address space only. The system gives each page its memory at the first write to it,
-    and clears it, which takes milliseconds of a prompt for which a client waits. So an idle rank takes a page
-    between two looks for messages: a plan that comes then waits for one page at most. An idle rank stays small:
-    no more than `AHEAD_BYTES` of each pool are taken ahead.
+    and clears it; a virtual machine may first have to ask its host, which takes 5 ms of a large page. That is
+    time of a prompt for which a client waits. So an idle rank takes a page between two looks for messages: a plan
+    that comes then waits for one page at most. An idle rank stays small: no more than `MOST_AHEAD_BYTES` of each
+    pool are taken ahead. Behind a step the next page is taken at once if the step has used up what was ahead:
+    a cached prompt, whose step is short, writes one block.
     """
 
     def __init__(self, pool: KvPool, host: HostPool | None) -> None:
@@ -146,8 +164,14 @@ class MemoryAhead:
             for saves in filter(None, (plan.saves, plan.late_saves)):
                 self._slots.note(unpack_int32(saves, columns=3)[:, 1])
 
+    def cover(self) -> None:
+        """Take the memory of the next block of each pool."""
+        for area in self._areas:
+            while area.is_bare:
+                area.take()
+
     def touch(self) -> None:
-        """Take the next memory of one pool that has less than `AHEAD_BYTES` ahead."""
+        """Take the next memory of one pool that has less ahead than it should."""
         for area in self._areas:
             if area.is_short:
                 area.take()

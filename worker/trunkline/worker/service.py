@@ -302,6 +302,7 @@ def _loop(
             ahead.note(message)
             if traces.is_on:
                 traces.step(message, began, time.monotonic())
+            ahead.cover()
         elif isinstance(message, TierOrder):
             tiers.take(message)
         elif isinstance(message, CompileGrammar):
