@@ -55,6 +55,26 @@ def test_each_turn_of_a_session_is_written_down_once() -> None:
     assert simulation.tree.totals.tiers[TierKind.DEVICE].reads == full
 
 
+def test_chunks_are_written_in_the_pause_behind_a_request() -> None:
+    simulation = simulate(replace(TIERED, host_slots=80, write_pause_s=0.25, write_within_s=3.0))
+    simulation.pace_s = 0.01
+    session = Session(simulation)
+    session.turn(30)
+    writes = simulation.tree.tiers.stats()[DISK].totals
+    assert writes.writes == 0
+    wake_at = simulation.wanted.wake_at
+    assert simulation.now < wake_at <= simulation.now + 0.25
+    simulation.now = wake_at - 0.02
+    simulation.step()
+    assert simulation.wanted.wake_at == wake_at
+    assert not simulation.tiers.is_busy
+    rest(simulation)
+    assert (
+        writes.writes == simulation.tree.tiers.stats()[REMOTE].totals.writes == (len(session.history) - 1) // CHUNK
+    )
+    assert simulation.wanted.wake_at == float("inf")
+
+
 def on_disk(simulation: Simulation) -> set[bytes]:
     return {node.name for node in simulation.tree.nodes() if node.disk_ready}
 

@@ -71,6 +71,7 @@ class Life:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
+        pause_s = rng.choice([0.0, 0.0, 0.03])
         self.options = {
             "host_slots": rng.randint(1, 8),
             "disk_slots": rng.choice([0, 1, 4, 9, 12]),
@@ -84,6 +85,8 @@ class Life:
             "writes_in_flight": 2,
             "remote_known": 5,
             "exclusive": rng.random() < 0.5,
+            "write_pause_s": pause_s,
+            "write_within_s": rng.choice([1.0, 3.0]) * pause_s,
         }
         self.world = World()
         self.index: dict[int, tuple[bytes, int]] = {}
@@ -251,7 +254,9 @@ class Life:
     def order(self) -> None:
         self.end_step()  # moves are sent after the plans that touch their slots
         self.now += 0.01
+        self.directory.mover.behind.note_requests(self.now, is_busy=self.rng.random() < 0.5)
         moves = self.directory.moves(self.now)
+        assert self.directory.mover.behind.next_time(self.now) > self.now
         assert [m.is_write for m in moves] == sorted(m.is_write for m in moves)
         self.ordered += moves
 

@@ -29,6 +29,50 @@ def test_write_behind_fills_free_disk_slots_only() -> None:
     assert (stored.chunk, stored.slot, stored.generation) == (chunks[2], events[0].slot, 2)
 
 
+def test_who_comes_back_at_once_does_not_wait_beside_writes() -> None:
+    bench = Bench(16, 16, write_behind=True, write_pause_s=0.25, write_within_s=3.0)
+    behind, path = bench.directory.mover.behind, bench.path("a", 4)
+
+    def orders(now: float, *, is_busy: bool) -> int:
+        bench.now = now
+        behind.note_requests(now, is_busy=is_busy)
+        moves = bench.orders()
+        bench.end(moves)
+        return len(moves)
+
+    assert bench.save(path[0])
+    assert orders(10.0, is_busy=True) == 0
+    assert behind.next_time(10.0) == math.inf, "steps come in any case"
+    assert orders(11.0, is_busy=False) == 0, "a request has just ended"
+    assert behind.next_time(11.0) == 11.25
+    assert orders(11.2, is_busy=True) == 0, "the next one is here"
+    assert bench.save(path[1])
+    assert orders(12.9, is_busy=True) == 0
+    assert orders(13.0, is_busy=True) == 1, "the first chunk has waited for long enough"
+    assert orders(14.0, is_busy=False) == 0
+    assert behind.next_time(14.0) == 14.25
+    assert orders(14.25, is_busy=False) == 1
+    assert behind.next_time(14.25) == math.inf, "nothing is left"
+    assert bench.save(path[2])
+    assert orders(20.0, is_busy=False) == 1, "long since the last request"
+    assert bench.save(path[3])
+    behind.is_hurried = True
+    assert orders(20.0, is_busy=True) == 1
+    assert where(*path) == "bbbb"
+
+
+def test_many_chunks_do_not_wait_for_a_pause() -> None:
+    """What host memory evicts before it is written would be lost."""
+    bench = Bench(16, 16, write_behind=True, write_pause_s=0.25, write_within_s=3.0)
+    path = bench.path("a", 5)
+    for count, chunk in enumerate(path, 1):
+        assert bench.save(chunk)
+        bench.directory.mover.behind.note_requests(bench.now, is_busy=True)
+        moves = bench.orders()
+        bench.end(moves)
+        assert len(moves) == (count in (3, 4, 5)), "an eighth may wait"
+
+
 def test_orders_are_bounded_and_reads_come_first() -> None:
     bench = Bench(16, 32, write_behind=True, reads_in_flight=3, writes_in_flight=2)
     dirty, cold = bench.path("d", 6), bench.path("c", 6)
@@ -215,6 +259,7 @@ def test_a_prediction_counts_what_is_missing_and_what_goes_first() -> None:
         ({"host_slots": -1}, "negative"),
         ({"reads_in_flight": 0}, "at least 1"),
         ({"pin_quota": 1.5}, "share"),
+        ({"write_pause_s": 1.0, "write_within_s": 0.5}, "the pause"),
     ],
 )
 def test_a_configuration_that_makes_no_sense_is_refused(options: dict[str, int], said: str) -> None:

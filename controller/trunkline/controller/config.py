@@ -12,6 +12,10 @@ from trunkline.runtime.wire_keys import Role, problem_of
 
 ADAPTERS_MAX: Final = 256
 """Largest number of adapters of a group."""
+WRITE_PAUSE_S: Final = 0.25
+"""`EngineConfig.write_pause_s`: longer than an agent's quick tool takes."""
+WRITE_WITHIN_S: Final = 3.0
+"""`EngineConfig.write_within_s`: what a crash may lose."""
 ROLES: Final = ("both", "prefill", "decode")
 """What a group may be for: to compute prompts and go on with streams, to compute long prompts for other groups, or
 to go on with streams and compute short prompts."""
@@ -177,6 +181,8 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
             swap_us_per_block=swap_us_per_block,
             disk_slots=disk_slots,
             remote=remote,
+            write_pause_s=WRITE_PAUSE_S,
+            write_within_s=WRITE_WITHIN_S,
             window=window,
             part_window=part_window,
             whole_blocks=whole_blocks,

@@ -89,6 +89,10 @@ class EngineConfig(EngineLimits, frozen=True, kw_only=True, dict=True):
     tier."""
     remote: bool = False
     """Whether every rank has been given a remote tier."""
+    write_pause_s: float = 0.0
+    """Seconds without requests after which chunks in host memory are written to the tiers below."""
+    write_within_s: float = 0.0
+    """Seconds after which they are written in any case."""
     window: int = 0
     """Number of tokens that a query sees in the layer with the widest window, its own included; 0: some layer sees
     all tokens."""
@@ -229,5 +233,7 @@ class EngineConfig(EngineLimits, frozen=True, kw_only=True, dict=True):
             remote=self.remote,
             peers=self.peers and self.host_slots > 0,
             policy=EvictionPolicy(self.tier_policy),
+            write_pause_s=self.write_pause_s,
+            write_within_s=self.write_within_s,
             first_generation=first_generation,
         )

@@ -114,7 +114,7 @@ class Directory(Generic[ChunkT]):
         self.totals[TierKind.DEVICE].reads += 1
         self.totals[TierKind.HOST].writes += 1
         self.copies.host_arrived(chunk)
-        self.mover.saved(chunk)
+        self.mover.behind.add(chunk)
         return slot, self.copies.host.generation(slot)
 
     def _victim_for(self, chunk: ChunkT, step: int, forced: bool) -> ChunkT | None:

@@ -149,7 +149,7 @@ def _check_wants(jobs: WaitingJobs[ChunkT], mover: TierMover[ChunkT], chunk: Chu
     _require(all(job in jobs for _, job in chunk.wants), "a job that is gone wants it", chunk)
     source = jobs.source(chunk)
     _require(source is None or jobs.is_lacking(chunk), "it is in no queue to be fetched", chunk)
-    for tier, queue in mover.unsaved.items():
+    for tier, queue in mover.behind.queues.items():
         _require(chunk not in queue or chunk.host_ready, f"nothing to write to {tier.name}", chunk)
 
 

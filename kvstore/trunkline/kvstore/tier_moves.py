@@ -19,7 +19,6 @@ Pure: time is an argument.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
@@ -42,6 +41,7 @@ from trunkline.kvstore.tier_policy import (
     WaitingJobs,
     wanted_later,
 )
+from trunkline.kvstore.write_behind import WriteBehind
 
 READ_FAILURES_MAX: Final = 3
 """Number of failed reads after which a copy is given up, even if its tier works for other chunks."""
@@ -121,8 +121,7 @@ class TierMover(Generic[ChunkT]):
         self._config = config
         self._host_totals = totals[TierKind.HOST]
         self.in_flight: dict[int, Move[ChunkT]] = {}
-        self.unsaved: dict[TierKind, OrderedDict[ChunkT, None]] = {tier: OrderedDict() for tier in health}
-        """The write-behind queues: chunks in host memory that are not in that tier yet, oldest first."""
+        self.behind: WriteBehind[ChunkT] = WriteBehind(health, config)
         self._ids = count(1)
         self._freeing = 0
         """Writes in flight after which a host slot can be freed."""
@@ -148,18 +147,12 @@ class TierMover(Generic[ChunkT]):
         self._fetch(now)
         if self._config.policy is EvictionPolicy.PREDICTED:
             self._fetch_ahead(now)
+        self.behind.see(now)
         for tier in self._health:
-            self._write_unsaved(tier, now)
+            self._write_behind(tier, now)
         orders, self._orders = self._orders, []
         orders.sort(key=lambda move: move.is_write)
         return orders
-
-    def saved(self, chunk: ChunkT) -> None:
-        """Queue a chunk for write-behind that has come into host memory from the device."""
-        if self._config.write_behind:
-            for tier, queue in self.unsaved.items():
-                if not (chunk.disk != NO_SLOT if tier is TierKind.DISK else chunk.remote):
-                    queue[chunk] = None
 
     def drop_host(self, chunk: ChunkT) -> None:
         """Give up the host copy of a chunk that no move uses."""
@@ -168,15 +161,13 @@ class TierMover(Generic[ChunkT]):
 
     def release_host(self, chunk: ChunkT) -> None:
         """Give up a host copy without counting an eviction."""
-        for queue in self.unsaved.values():
-            queue.pop(chunk, None)
+        self.behind.discard(chunk)
         self._copies.drop_host(chunk)
         self._jobs.note(chunk)
 
     def forget(self, chunk: ChunkT) -> None:
         """Forget a chunk that its owner removes."""
-        for queue in self.unsaved.values():
-            queue.pop(chunk, None)
+        self.behind.discard(chunk)
         self._read_failures.pop(chunk, None)
 
     @property
@@ -186,7 +177,7 @@ class TierMover(Generic[ChunkT]):
             queue
             and not self._health[tier].is_paused
             and (tier is not TierKind.DISK or self._copies.disk.free_count)
-            for tier, queue in self.unsaved.items()
+            for tier, queue in self.behind.queues.items()
         )
 
     def can_sink(self) -> bool:
@@ -316,12 +307,13 @@ class TierMover(Generic[ChunkT]):
         self.drop_host(chunk)
         return True
 
-    def _write_unsaved(self, tier: TierKind, now: float) -> None:
-        queue, health = self.unsaved[tier], self._health[tier]
-        while queue and health.may_write() and (tier is TierKind.REMOTE or self._copies.disk.free_count):
-            chunk, _ = queue.popitem(last=False)
-            if not (chunk.remote if tier is TierKind.REMOTE else chunk.disk != NO_SLOT):
-                self._order(chunk, Source(tier), is_write=True, now=now)
+    def _write_behind(self, tier: TierKind, now: float) -> None:
+        health = self._health[tier]
+        while health.may_write() and (tier is TierKind.REMOTE or self._copies.disk.free_count):
+            chunk = self.behind.take(tier, now)
+            if chunk is None:
+                return
+            self._order(chunk, Source(tier), is_write=True, now=now)
 
     def _order(
         self,
@@ -335,7 +327,7 @@ class TierMover(Generic[ChunkT]):
     ) -> None:
         copies, tier, slot, generation = self._copies, place.tier, NO_SLOT, 0
         if is_write:
-            self.unsaved[tier].pop(chunk, None)
+            self.behind.queues[tier].pop(chunk, None)
         if tier is TierKind.DISK:
             if is_write:
                 reserved = copies.reserve_disk(chunk)
@@ -407,8 +399,8 @@ class TierMover(Generic[ChunkT]):
         if move.tier is TierKind.DISK:
             self._copies.drop_disk(chunk)
         if status is MoveStatus.FAILED:
-            if self._config.write_behind and chunk.host_ready:
-                self.unsaved[move.tier][chunk] = None
+            if chunk.host_ready:
+                self.behind.add_again(move.tier, chunk)
         elif chunk.host_ready and not chunk.busy:
             self.release_host(chunk)  # a miss: the host slot does not hold its bytes
 

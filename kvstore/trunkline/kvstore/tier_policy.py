@@ -22,6 +22,7 @@ change towards the top must be reported, by `push`. So each operation is O(log n
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,11 @@ class DirectoryConfig:
     write_behind: bool = True
     """Whether to copy chunks that are in host memory only to the tiers below while these have room, so that they
     survive a restart."""
+    write_pause_s: float = 0.0
+    """Seconds without requests after which chunks are copied so: who comes back at once with a cached prompt does
+    not wait beside these writes."""
+    write_within_s: float = 0.0
+    """Seconds after which they are copied in any case."""
     reads_in_flight: int = 32
     """Largest number of reads at once per tier: enough to keep a disk busy, and few enough that an urgent read
     does not wait long."""
@@ -105,6 +111,11 @@ class DirectoryConfig:
             raise ValueError("peers need host slots: chunks are pulled into host memory")
         if min(self.reads_in_flight, self.writes_in_flight, self.pulls_in_flight) < 1:
             raise ValueError("reads_in_flight, writes_in_flight and pulls_in_flight must be at least 1")
+        if not 0.0 <= self.write_pause_s <= self.write_within_s < math.inf:
+            raise ValueError(
+                f"write_pause_s is {self.write_pause_s}, write_within_s {self.write_within_s}; they are times in "
+                "seconds, and the pause is not the longer one"
+            )
         if not 0.0 <= self.pin_quota <= 1.0:
             raise ValueError(f"pin_quota is {self.pin_quota}; it is a share, from 0 to 1")
 

@@ -298,7 +298,7 @@ class Engine:
             return inf
         if self.scheduler.encoding.calls.is_busy and not self._is_full:
             return now
-        return self.scheduler.fetching.next_deadline(now)
+        return min(self.scheduler.fetching.next_deadline(now), self.traffic.next_time(now))
 
     # Requests
 
@@ -437,7 +437,7 @@ class Engine:
         tree.expire(now)
         self.prefetcher.forget_old(now)
         self.traffic.forget(self.scheduler.encoding.calls.take_forgotten())
-        messages = self.traffic.messages(self._step, now)
+        messages = self.traffic.messages(self._step, now, is_busy=not self.is_idle)
         tree.drop_lost()
         return messages
 

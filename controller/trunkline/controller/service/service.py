@@ -170,6 +170,7 @@ class ControllerService:
                     self._cancel(call)
                 # Routers send the waiting requests to other controllers, which can begin at once.
                 self._pending.events.append(EndWaiting(FinishReason.DRAINING, _STOPPING))
+                self.engine.scheduler.kv.tree.tiers.mover.behind.is_hurried = True
                 if self.engine.scheduler.kv.tree.node_count:
                     self._leaving.wait.begin(len(self.routers.indices()), now)
             self._set_status(Status.DRAINING, _STOPPING)

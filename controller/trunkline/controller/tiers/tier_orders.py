@@ -61,12 +61,18 @@ class TierOrders:
         """Number of moves that some rank has still to answer."""
         return len(self._moves)
 
-    def messages(self, step: int, now: float) -> list[TierOrder]:
+    def next_time(self, now: float) -> float:
+        """Return when there will be orders though nothing happens until then; `inf`: never."""
+        return self._tree.tiers.mover.behind.next_time(now)
+
+    def messages(self, step: int, now: float, *, is_busy: bool) -> list[TierOrder]:
         """Return the orders for the ranks since the last call.
 
         Args:
             step: number of the last plan.
+            is_busy: whether requests run or wait.
         """
+        self._tree.tiers.mover.behind.note_requests(now, is_busy=is_busy)
         messages: list[TierOrder] = list(self._asked)
         self._asked.clear()
         moves = self._tree.tiers.moves(now)
