@@ -72,10 +72,18 @@ async def one_stream(tokenizer: Tokenizer, rng: random.Random) -> int:
     choices = Choices(job, tokenizer.vocabulary)
     generation = Generation(job, stream, choices, metrics, 0.0, lambda generation: None)
 
+    written = 0
+
+    def encode_counted(delta: Delta) -> bytes:
+        nonlocal written
+        written += len(delta.tokens)
+        assert generation.output_tokens == written, "an event may say how many tokens there are with its own"
+        return encode(delta)
+
     async def read() -> None:
         async for delta in generation.deltas():
-            outlet.parts.append(encode(delta))
-            generation.write_to(outlet, encode)
+            outlet.parts.append(encode_counted(delta))
+            generation.write_to(outlet, encode_counted)
             while rng.random() < 0.3:
                 await asyncio.sleep(0)
 

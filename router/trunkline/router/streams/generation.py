@@ -167,11 +167,9 @@ class TextAssembler:
 class Choices:
     """The texts of all samples of a request, or of all results of its beam search."""
 
-    __slots__ = ("_only", "_open", "_searches", "_texts", "all_over", "output_tokens")
+    __slots__ = ("_only", "_open", "_searches", "_texts", "all_over")
 
     def __init__(self, job: Job, vocabulary: TokenVocabulary) -> None:
-        self.output_tokens = 0
-        """Output tokens so far, over all samples."""
         self.all_over = False
         """Whether every text has had its delta with `finish`."""
         self._texts = [TextAssembler(job, vocabulary, index) for index in range(job.decoding.samples)]
@@ -187,17 +185,22 @@ class Choices:
         """
         if self._only is not None:
             delta = self._only.feed(batch.tokens, batch.logprobs, reason)
-            self.output_tokens = self._only.output_tokens
             if delta.finish is not None:
                 self.all_over = True
             return [delta]
         deltas = self._results(batch.hypotheses or []) if self._searches else self._samples(batch, reason)
-        self.output_tokens = sum([text.output_tokens for text in self._texts])
         for delta in deltas:
             if delta.finish is not None:
                 self._open.discard(delta.index)
         self.all_over = not self._open
         return deltas
+
+    @property
+    def output_tokens(self) -> int:
+        """Output tokens so far, over all samples. They count before a taker writes them."""
+        if self._only is not None:
+            return self._only.output_tokens
+        return sum([text.output_tokens for text in self._texts])
 
     @property
     def only(self) -> TextAssembler | None:
@@ -377,7 +380,6 @@ class Generation:
         """Count plain tokens that were written beside the reader. `now`: loop time in seconds."""
         count = len(delta.tokens)
         self._note(count, now)
-        self._choices.output_tokens += count
         self._metrics.per_token.tokens += count
         if self.job.remembered is not None:
             self._remember([delta])
