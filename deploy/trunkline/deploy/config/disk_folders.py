@@ -326,12 +326,12 @@ def _bound(plan: DiskPlan, found: DiskFolders) -> None:
             f"{format_bytes(ours)} of the rest, and {format_bytes(left_alone)} are left alone; give a "
             "smaller SIZE or another PATH, or make room"
         )
-    total = min(division.wanted, division.available)
-    if total < _least_bytes(plan):
+    total, least = min(division.wanted, division.available), _least_bytes(plan)
+    if total < least:
         found.groups = []
         found.warnings.append(
-            f"No disk tier: of {format_bytes(disk.free)} that are free in {plan.base}, {format_bytes(left_alone)} "
-            f"are left alone."
+            f"No disk tier: it needs {format_bytes(least)}, and may have {format_bytes(max(0, total))} of the "
+            f"{format_bytes(disk.free)} that are free in {plan.base}."
         )
         return
     for folder in division.superfluous:
