@@ -110,8 +110,8 @@ class Editors:
                 place = table[index // CHUNK], index % CHUNK
                 token, frame = tokens[index], extent.base_position + index - begin
                 may_compute = cut is None or index >= cut.cut.first_open
-                assert may_compute or index < sequence.resident, "new tokens stand behind the last edit only"
-                if index >= sequence.resident:
+                assert may_compute or index < sequence.cached_tokens, "new tokens stand behind the last edit only"
+                if index >= sequence.cached_tokens:
                     self._cells[place] = Cell(token, frame, saw)
                 cell = self._cells[place]
                 assert cell[:2] == (token, frame)

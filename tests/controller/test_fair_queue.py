@@ -121,7 +121,7 @@ class Machine:
                 assert ours - theirs < QUANTUM
 
     def step(self) -> None:
-        self.queue.decode(group.members[0] for group in self.running)
+        self.queue.set_decoding(group.members[0] for group in self.running)
         self.queue.charge_rows()
         for group in self.running:
             self.charge(self.line_of(group), 1)
@@ -192,7 +192,7 @@ def test_service_of_tenants_that_always_wait_differs_by_little(seed: int) -> Non
         queue.started(group, tokens)
         queue.remove(group)
         answer = rng.randrange(outputs[name] + 1)
-        queue.decode([group.members[0]] * answer)
+        queue.set_decoding([group.members[0]] * answer)
         queue.charge_rows()
         served[name] += tokens + answer
         number += 1
@@ -239,12 +239,12 @@ def test_a_called_request_keeps_its_turn() -> None:
     others = [group_of(number, 10, "b") for number in range(3, 9)]
     for group in (first, called, *others):
         queue.add(group)
-    queue.decode([first.members[0]] * 500)
+    queue.set_decoding([first.members[0]] * 500)
     queue.charge_rows()
     assert list(queue)[:2] == others[:2]
-    queue.call(called)
+    queue.hold_turn(called)
     assert list(queue)[:3] == [first, called, others[0]]
-    queue.call(None)
+    queue.hold_turn(None)
     assert list(queue)[:2] == others[:2]
 
 

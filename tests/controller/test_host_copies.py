@@ -43,7 +43,7 @@ def test_saved_chunks_are_loaded_again() -> None:
     loading = bench.admit(waiting)
     assert {slot: generation for _, slot, generation in loading.loads} == saved
     assert sorted(block for block, _, _ in loading.loads) == sorted(waiting.block_table())
-    assert waiting.resident == 11
+    assert waiting.cached_tokens == 11
     assert waiting.claim is None
     assert (bench.tree.totals.tiers[TierKind.DEVICE].reads, bench.tree.totals.tiers[TierKind.DEVICE].writes) == (
         3,
@@ -75,7 +75,7 @@ def test_a_chunk_with_a_copy_is_not_saved_again() -> None:
     assert bench.tree.node_count == 2, "both are on the host still"
     other = make_sequence(list(range(9)), request=7)
     assert len(bench.admit(other).loads) == 2
-    assert other.resident == 8
+    assert other.cached_tokens == 8
     bench.check([other], [])
 
 
@@ -134,10 +134,10 @@ def test_a_saved_tail_is_loaded_into_a_block_of_its_own_and_its_head_suffices() 
     plan = bench.admit(other)
     assert len(plan.loads) == 2
     assert not plan.copies
-    assert other.resident == 6
+    assert other.cached_tokens == 6
     bench.check([other], [waiting])
     bench.admit(waiting)
-    assert waiting.resident == 7
+    assert waiting.cached_tokens == 7
     bench.check([other, waiting], [])
 
 

@@ -73,7 +73,7 @@ def test_a_beam_or_sample_that_comes_back_stores_its_last_token_in_its_own_block
     sequence = make_sequence(list(range(8)), request=2, output=2, **kind)
     sequence.group.forked = True
     plan = bench.admit(sequence)
-    assert (len(sequence.path), sequence.resident, len(plan.copies)) == (1, 7, 1)
+    assert (len(sequence.path), sequence.cached_tokens, len(plan.copies)) == (1, 7, 1)
     idle = next(node for node in bench.tree.nodes() if not node.children)
     assert sequence.private != [idle.block]
     bench.check([sequence], [])
@@ -86,7 +86,7 @@ def test_a_scored_prompt_is_computed_from_its_start_and_stored_once() -> None:
     scored = SequenceGroup(Request.of(3, submit), 3, 100, submit.sampling).members[0]
     plan = bench.plan()
     assert bench.kv.admit(scored, 0, plan) is Admission.ADMITTED
-    assert (scored.computed, scored.resident) == (0, 10)
+    assert (scored.computed, scored.cached_tokens) == (0, 10)
     assert (plan.joins[0].first, len(plan.joins[0].tokens)) == (0, 40)
 
 

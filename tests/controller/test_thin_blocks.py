@@ -147,11 +147,11 @@ def test_a_hit_falls_back_to_where_its_window_is_whole() -> None:
         bench.pool.thin(node.block)
         bench.tree._thinnable -= 1
     sequence = bench.admit([*tokens, 1, 2], request=2)
-    assert sequence.resident == 64, "a query at 64 sees chunks 13 to 15"
+    assert sequence.cached_tokens == 64, "a query at 64 sees chunks 13 to 15"
     assert sequence.block_table()[:16] == [node.block for node in path]
     bench.leave(sequence)
     sequence = bench.admit([*tokens[:50], 3], request=3)
-    assert sequence.resident == 44, "behind chunk 12 chunk 11 is seen; behind chunk 10 chunks 8 to 10"
+    assert sequence.cached_tokens == 44, "behind chunk 12 chunk 11 is seen; behind chunk 10 chunks 8 to 10"
     assert sequence.path[:11] == path[:11]
 
 
@@ -163,15 +163,15 @@ def test_a_thin_chunk_is_computed_again_in_its_place() -> None:
     assert bench.tree.thin(13) == 13
     before = [node.block for node in path]
     sequence = bench.admit([*tokens[:30], 1], request=2)
-    assert sequence.resident == 0
+    assert sequence.cached_tokens == 0
     assert sequence.path == path[:7]
     assert all(node.block != block for node, block in zip(path[:7], before, strict=False))
     bench.leave(sequence)
     longer = bench.admit([*tokens, 1, 2], request=3)
-    assert longer.resident == 64, "what is below has stayed"
+    assert longer.cached_tokens == 64, "what is below has stayed"
     assert bench.tree.thin(100) > 6
     other = bench.admit([*tokens[:22], 9], request=4)
-    assert other.resident == 0
+    assert other.cached_tokens == 0
     assert other.path == [], "its blocks are its own while another reads those of the tree"
     assert len(other.private) == 6
     check_kv_cache(bench.kv, [longer, other], [])

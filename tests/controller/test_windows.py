@@ -132,13 +132,13 @@ def test_a_gap_in_the_window_shortens_the_hit() -> None:
     for node in path[:5]:  # 12 chunks; without 0 to 4, and later 9
         bench.pool.release(bench.tree.unplace(node))
     sequence = bench.admit([*tokens, 1, 2], request=2)
-    assert sequence.resident == 48
+    assert sequence.cached_tokens == 48
     assert sequence.stem.behind == 9
     assert sequence.block_table()[:9] == [-1] * 9
     bench.kv.leave(sequence, 48, 9.0)
     bench.pool.release(bench.tree.unplace(path[9]))
     sequence = bench.admit([*tokens, 1, 2], request=3)
-    assert sequence.resident == 36, "chunks 6 to 8 are what a query at position 36 sees"
+    assert sequence.cached_tokens == 36, "chunks 6 to 8 are what a query at position 36 sees"
     # Chunks 10 and 11 are computed again, in blocks of the sequence's own, and found equal in the end.
     assert sequence.path == path[:10]
     bench.kv.leave(sequence, 50, 10.0)

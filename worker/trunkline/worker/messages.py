@@ -1,7 +1,7 @@
 """The messages that workers receive from their controller (XPUB → SUB, MessagePack, one message per frame pair).
 
 A step plan is a delta: it carries what changed since the step before. A decode step in which nothing
-joins, leaves or fills a block is 36 to 48 bytes, whatever the batch. Integer arrays travel as
+joins, leaves or fills a block is 38 to 50 bytes, whatever the batch. Integer arrays travel as
 little-endian int32 bytes (`trunkline.kvstore.chunks.pack_int32`). See docs/protocol.md.
 """
 

@@ -154,8 +154,8 @@ class KVCacheManager:
     def _reserve(
         self, sequence: Sequence, found: PrefixMatch, spare: int, plan: PlanBuilder, tails: int
     ) -> Admission | None:
-        """Take the blocks that a sequence needs; None if its cut or modules need a partial chunk that finds no
-        room."""
+        """Hold what was found, and take the blocks for the rest; without enough blocks give everything back. None:
+        its cut or modules need a partial chunk that finds no room."""
         stem, match = found
         if not sequence.tokens.count % self.chunk_size:
             tails = 0  # decided only now: the match may have made it a plain prompt of another length
@@ -169,8 +169,8 @@ class KVCacheManager:
         absent = AbsentChunks.of(self.tree, match.path, stem.behind)
         entries = first_entries(self.tree, sequence, stem.behind)
         needed = entries - len(match.path) + len(absent.placed) + tails
-        later = thin_entries(self.tree, sequence, stem.behind)
-        thin = later + absent.thin - len(absent.widened)
+        thin_last = thin_entries(self.tree, sequence, stem.behind)
+        thin = thin_last + absent.thin - len(absent.widened)
         adopt = self._may_adopt_partial(sequence, match)
         copied = match.partial if match.partial is not None and match.partial.on_device and not adopt else None
         if copied is not None and not self._is_available(needed + spare, thin):
@@ -185,13 +185,13 @@ class KVCacheManager:
                 self.tree.release(node, plan.now)
             self.tree.release(anchor, plan.now, read)
             return Admission.NO_BLOCKS if has_fixed_part else None
-        sequence.stem = Stem(*stem[:6], entries - later, stem.keeps_blocks)
+        sequence.stem = stem._replace(reserved=entries - thin_last)
         sequence.path = match.path
         self.tree.tiers.used(match.path[stem.behind :], plan.now)
-        blocks = self._allocate(match, absent, needed, adopt, plan, later)
+        blocks = self._allocate(match, absent, needed, adopt, plan, thin_last)
         while len(sequence.tails) < tails:
             sequence.tails.append(blocks.pop())
-        sequence.resident = len(match.path) * self.chunk_size + match.partial_tokens
+        sequence.cached_tokens = len(match.path) * self.chunk_size + match.partial_tokens
         self._insert_pending(sequence, blocks, plan.now)
         self._own(sequence, sequence.path)
         self.tree.release(anchor, plan.now, read)
@@ -212,12 +212,13 @@ class KVCacheManager:
         return match.partial_tokens == leaf.token_count < self.chunk_size and not others
 
     def _allocate(
-        self, match: Match, absent: AbsentChunks, needed: int, adopt: bool, plan: PlanBuilder, later: int
+        self, match: Match, absent: AbsentChunks, needed: int, adopt: bool, plan: PlanBuilder, thin_last: int
     ) -> list[BlockId]:
         """Give blocks to matched chunks that are not on the device, and memory to those that lack it; return the
-        sequence's own new blocks, in order, the last `later` of them thin.
+        sequence's own new blocks, in order, the last `thin_last` of them thin.
 
-        The matched head of a partial chunk comes into the first own block: adopted, copied, or loaded.
+        The matched head of a partial chunk comes into the first own block: adopted, copied, or loaded. `needed`
+        counts all these blocks, the adopted one included.
         """
         head, blocks = match.partial, list[BlockId]()
         if head is not None and adopt:
@@ -226,17 +227,17 @@ class KVCacheManager:
         # Announce the reads first: making room may save chunks, which must not go into the slots that are read.
         far_head = head if head is not None and not adopt and not head.on_device else None
         loads = absent.loads
-        reads = [self.tree.read(node, plan) for node, _ in loads] if loads else []
-        head_read = self.tree.read(far_head, plan) if far_head is not None else None
+        reads = [self.tree.reserve_load(node, plan) for node, _ in loads] if loads else []
+        head_read = self.tree.reserve_load(far_head, plan) if far_head is not None else None
         wanted = needed - len(blocks)
-        made = self.make_room(wanted, plan, wanted - later - absent.thin + len(absent.widened))
+        made = self.make_room(wanted, plan, wanted - thin_last - absent.thin + len(absent.widened))
         assert made
         for (node, layers), read in zip(loads, reads, strict=True):
             absent.give_memory(self.tree, self.pool, node, layers)
             self.tree.load(read, node.block, plan, layers)
-        for _ in range(wanted - len(absent.placed) - later):
+        for _ in range(wanted - len(absent.placed) - thin_last):
             blocks.append(self.pool.allocate())
-        for _ in range(later):
+        for _ in range(thin_last):
             blocks.append(self.pool.allocate_thin())
         if head is None or adopt:
             return blocks
@@ -298,7 +299,7 @@ class KVCacheManager:
         total = sequence.tokens.count
         # Even if everything is cached, the last token is computed, without storing it: its logits are needed.
         # A prompt whose tokens are scored needs the logits of all its tokens.
-        sequence.computed = 0 if sequence.recompute_from_start else min(sequence.resident, total - 1)
+        sequence.computed = 0 if sequence.recompute_from_start else min(sequence.cached_tokens, total - 1)
         if sequence.group.cut is not None:
             sequence.computed = max(sequence.computed, sequence.group.cut.cut.first_open)
         elif sequence.group.modules is not None:
@@ -329,7 +330,7 @@ class KVCacheManager:
             self.pool.share(block)
         if tail is not None:
             child.private.append(tail)
-        child.resident, child.computed = parent.resident, parent.computed
+        child.cached_tokens, child.computed = parent.cached_tokens, parent.computed
         for node in child.stem.pins:
             self.tree.hold(node)
         self.tree.hold(child.anchor, child.read_chunks)
@@ -348,7 +349,8 @@ class KVCacheManager:
 
     def mark_ready(self, sequence: Sequence, plan: PlanBuilder) -> None:
         """Make chunks readable whose last token this plan computes, and have them saved to the host."""
-        for node in sequence.path[sequence.resident // self.chunk_size : sequence.computed // self.chunk_size]:
+        first, stop = sequence.cached_tokens // self.chunk_size, sequence.computed // self.chunk_size
+        for node in sequence.path[first:stop]:
             if node.ready_step == PENDING:
                 self.tree.computed(node, plan.step, plan)
 

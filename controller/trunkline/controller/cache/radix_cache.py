@@ -161,8 +161,9 @@ class RadixCache(RadixTree):
         self.evictable += not self.is_read(node)
         self._note_idle(node)
 
-    def read(self, node: Node, plan: TierCopyPlan) -> tuple[SlotId, int]:
-        """Reserve the host copy of a chunk, which the plan will load (see `load`)."""
+    def reserve_load(self, node: Node, plan: TierCopyPlan) -> tuple[SlotId, int]:
+        """Reserve the host copy of a chunk, which the plan will `load`; return its slot and generation. Until then
+        no save may take the slot."""
         return self.tiers.load(node, plan.step)
 
     def load(
@@ -172,11 +173,8 @@ class RadixCache(RadixTree):
         plan: TierCopyPlan,
         layers: LoadedLayers = LoadedLayers.ALL,
     ) -> None:
-        """Add the load of a copy that `read` reserved to the plan.
-
-        Args:
-            block: the target: a chunk's block or a sequence's own.
-        """
+        """Add to the plan the load of a copy, for which `reserve_load` returned `read`, into a block: that of a
+        chunk, or one of a sequence's own."""
         slot, generation = read
         self.fences.loaded(block, slot, plan.step)
         load = block, slot, generation
@@ -218,7 +216,7 @@ class RadixCache(RadixTree):
         node.ready_step = step
         self.changed.note(node)
         self.absorb_prefixes(node)
-        if plan is not None and self._wants_copy(node) and self._reserve(node, plan, is_late=True):
+        if plan is not None and self._wants_copy(node) and self._add_save(node, plan, is_late=True):
             return
         self.save_later(node)
 
@@ -242,7 +240,7 @@ class RadixCache(RadixTree):
             node = self._unsaved[0]
             if node.ready_step >= plan.step and node.parent is not None:
                 return  # this very plan computes it
-            if self._wants_copy(node) and not self._reserve(node, plan):
+            if self._wants_copy(node) and not self._add_save(node, plan):
                 if not self.tiers.can_sink():
                     self._unsaved.popleft()  # it gets another chance when its block is needed
                 return  # writes under way will make room; without this chunk, none below it would be saved
@@ -255,7 +253,9 @@ class RadixCache(RadixTree):
             return False
         return node.parent.parent is None or node.parent.is_stored
 
-    def _reserve(self, node: Node, plan: TierCopyPlan, *, is_late: bool = False, forced: bool = False) -> bool:
+    def _add_save(self, node: Node, plan: TierCopyPlan, *, is_late: bool = False, forced: bool = False) -> bool:
+        """Add the save of a chunk to a plan, if host memory has room for it; return whether it has. `is_late`: the
+        plan's own step computes the chunk. `forced` as in `Directory.save`."""
         place = self.tiers.save(node, plan.step, forced=forced)
         if place is None:
             return False
@@ -421,7 +421,7 @@ class RadixCache(RadixTree):
         free, freed = self._pool.free_count, 0
         while freed < blocks and (node := self.idle_leaves.pop()) is not None:
             if plan is not None and self._wants_copy(node):
-                self._reserve(node, plan, forced=node.claims > 0 or node.pins > 0)
+                self._add_save(node, plan, forced=node.claims > 0 or node.pins > 0)
             if node.is_stored or self.leads_on(node):
                 self._pool.release(self.unplace(node))
             else:

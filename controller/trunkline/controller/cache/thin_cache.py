@@ -100,7 +100,7 @@ class ThinCache(ReaderCache):
         done = 0
         while done < blocks and (node := self._unread_wholes.pop()) is not None:
             if plan is not None and node.ready_step < plan.step and self._wants_copy(node):
-                self._reserve(node, plan, forced=node.claims > 0 or node.pins > 0)
+                self._add_save(node, plan, forced=node.claims > 0 or node.pins > 0)
             self._thin_pool.thin(node.block)
             self._thinnable -= 1
             self.tiers.left_device(node)

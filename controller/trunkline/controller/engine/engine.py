@@ -330,7 +330,7 @@ class Engine:
         self.scheduler.queue.add(group)
         self.scheduler.encoding.jobs.encode_missing_texts(group, self._step + 1, now)  # from the next plan on
         if self.config.prefix_cache and self.config.host_slots:
-            known = self.prefetcher.came(group, self._step + 1, now)
+            known = self.prefetcher.fetch_unless_near(group, self._step + 1, now)
             self.scheduler.queue.found(group, known)
         elif self.config.prefix_cache:  # without a tier below the device, nothing is fetched
             self.scheduler.queue.found(group, self.prefetcher.known_tokens(group, self._step + 1))
@@ -345,7 +345,7 @@ class Engine:
         them."""
         for job in self.scheduler.encoding.jobs.take_new():
             if self.config.host_slots and job.members:
-                self.prefetcher.arrived(job, self._step + 1, now)
+                self.prefetcher.fetch(job, self._step + 1, now)
 
     def _refusal(self, request: Request, now: float) -> Finished | None:
         if request.id in self._requests.groups:

@@ -176,7 +176,7 @@ def found_tokens(kv: KVCacheManager, fetching: Fetching, sequence: Sequence) -> 
     seen = sequence.prompt_len - group.holes
     if sequence.recompute_from_start or not kv.prefix_cache:
         return 0, MissReason.OFF if seen > 1 else ""
-    cached = max(0, min(sequence.resident - group.holes, seen - 1))
+    cached = max(0, min(sequence.cached_tokens - group.holes, seen - 1))
     if modules is not None:
         cached -= modules.encoded_tokens
     if cached >= seen - 1:
@@ -192,7 +192,7 @@ def report(fetching: Fetching, sequence: Sequence, found: tuple[int, str], plan:
     """
     group, size, modules = sequence.group, plan.chunk_size, sequence.group.modules
     cached, miss = found
-    entries = sequence.resident // size
+    entries = sequence.cached_tokens // size
     by_tier = [0] * len(TierKind)
     # Only chunks that were cached: the path also has those that are still to be computed.
     path = sequence.path[:entries]
@@ -243,13 +243,13 @@ def _keys_from(keys: list[bytes], start: bytes) -> Iterator[bytes]:
 def _reason(kv: KVCacheManager, fetching: Fetching, sequence: Sequence) -> MissReason:
     """Return why the first token that was not cached is missing."""
     tree, size = kv.tree, kv.chunk_size
-    index = sequence.resident // size
+    index = sequence.cached_tokens // size
     is_known = index < len(sequence.path) and sequence.path[index].is_stored
     if fetching.gave_up(sequence.group) or is_known:
         return MissReason.SLOW
     above = sequence.path[index - 1] if index > sequence.stem.base else sequence.stem.root
     key = sequence.tokens.to_bytes(index * size, min((index + 1) * size, sequence.tokens.count))
-    if tree.most_similar_child(above, key, 1 << 62)[1] > sequence.resident - index * size:
+    if tree.most_similar_child(above, key, 1 << 62)[1] > sequence.cached_tokens - index * size:
         return MissReason.SLOW  # requests do not wait for a part of a chunk that is far away
     departed = tree.departed(chunk_name(above.name, sequence.stem.marker + key))
     if departed is not None:
@@ -261,7 +261,7 @@ def _reason(kv: KVCacheManager, fetching: Fetching, sequence: Sequence) -> MissR
         return not key.startswith(child_key) and above.children[child_key] not in own
 
     has_others = any(map(is_other, above.sorted_keys))  # one of the first, however many prompts begin at a root
-    if sequence.resident or any(map(is_other, _keys_from(above.sorted_keys, key[:TOKEN_BYTES]))):
+    if sequence.cached_tokens or any(map(is_other, _keys_from(above.sorted_keys, key[:TOKEN_BYTES]))):
         return MissReason.DIVERGED if has_others else MissReason.NEW
     if sequence.salt and not has_others and (above.parent is not None or above.key.startswith(SALT_ROOT)):
         return MissReason.SALT

@@ -136,7 +136,8 @@ class FairQueue:
         self._quantum = quantum
         self._levels: dict[int, _Level] = {}
         self._tokens: dict[SequenceGroup, int] = {}
-        self._called: SequenceGroup | None = None
+        self._turn_holder: SequenceGroup | None = None
+        """The group that keeps its turn (`hold_turn`)."""
         self._rows: Counter[tuple[int, str]] = Counter()
         """Number of decoding sequences by priority and tenant."""
         self.tokens = 0
@@ -154,13 +155,15 @@ class FairQueue:
             yield from self._in_order(level)
 
     def _in_order(self, level: _Level) -> Iterator[SequenceGroup]:
-        called = self._called
-        calling = None if called is None or not self._is_at(called, level) else self._line(called)
+        holder = self._turn_holder
+        holder_line = None if holder is None or not self._is_at(holder, level) else self._line(holder)
         heap = level.turns.copy()  # a sorted list is a heap
         if heap and (
-            calling is not None or heap[0][0] < level.round
+            holder_line is not None or heap[0][0] < level.round
         ):  # some were passed over: they could not start
-            heap = [(0 if line is calling else max(turn, level.round), place, line) for turn, place, line in heap]
+            heap = [
+                (0 if line is holder_line else max(turn, level.round), place, line) for turn, place, line in heap
+            ]
             heapq.heapify(heap)
         walks: dict[int, _Walk] = {}
         while heap:
@@ -173,9 +176,9 @@ class FairQueue:
                 heapq.heappop(heap)
                 continue
             walk.used += self._tokens.get(group, 0)
-            if group is called:
-                calling = None
-            turn = 0 if line is calling else walk.used // self._quantum + 1
+            if group is holder:
+                holder_line = None
+            turn = 0 if line is holder_line else walk.used // self._quantum + 1
             heapq.heapreplace(heap, (turn, place, line))
             if group.queued:
                 yield group
@@ -257,8 +260,8 @@ class FairQueue:
             level.clock = max(level.clock, group.turn)
         level.charge(line, tokens)
 
-    def decode(self, sequences: Iterable[Sequence | None]) -> None:
-        """Set the sequences that get a token in each step from now on."""
+    def set_decoding(self, sequences: Iterable[Sequence | None]) -> None:
+        """Set the sequences that get a token in each step from now on, for `charge_rows`."""
         submits = [sequence.group.request.submit for sequence in sequences if sequence is not None]
         self._rows = Counter((submit.priority, submit.tenant) for submit in submits)
 
@@ -274,13 +277,13 @@ class FairQueue:
         level = self._level(submit.priority)
         level.charge(level.line(submit.tenant), tokens)
 
-    def call(self, group: SequenceGroup | None) -> None:
+    def hold_turn(self, group: SequenceGroup | None) -> None:
         """Let a group, and those of its tenant before it, keep their turn whatever the tenant is charged for.
 
         It is the request for which texts of modules are held: if the first request changed with each charge,
         requests could evict each other's texts for ever. None: no group keeps its turn.
         """
-        self._called = group
+        self._turn_holder = group
 
     def rank(self, group: SequenceGroup) -> tuple[int, int, int]:
         """Return the order among running groups: the group with the largest rank is preempted first.

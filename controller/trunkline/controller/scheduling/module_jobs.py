@@ -291,7 +291,7 @@ class ModuleJobs:
         if first is None or first.modules is None or not self._waits.get(first):
             return
         self._holder = first
-        self._queue.call(first)
+        self._queue.hold_turn(first)
         for part in first.modules.parts:
             self._hold(first.modules.texts[part.text], part.tokens(first.modules), step)
 
@@ -306,7 +306,7 @@ class ModuleJobs:
         for node in self._held:
             self._tree.release(node, node.last_use)
         self._held, self._holder = [], None
-        self._queue.call(None)
+        self._queue.hold_turn(None)
 
     def make_way(self, blocked: SequenceGroup, *, going: bool) -> bool:
         """Release the texts that are held for a request behind a group that lacks blocks; return whether any were.

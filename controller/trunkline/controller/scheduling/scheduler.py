@@ -124,7 +124,7 @@ class Scheduler:
             before = self.row_set.batch_seq_ids
             self.row_set, plan.new_runs = self.rows.arrange(self.rows.active_slots())
             if self.row_set.batch_seq_ids.tobytes() != before.tobytes():  # most changes are those of block tables
-                self.queue.decode(self.rows.sequences[slot] for slot in self.row_set.slots.tolist())
+                self.queue.set_decoding(self.rows.sequences[slot] for slot in self.row_set.slots.tolist())
         plan.rows = self.row_set
         self._prefill(plan)
         if len(plan.rows):
@@ -163,7 +163,7 @@ class Scheduler:
     def _end_encoded(self, step: int, now: float) -> None:
         for sequence in self.encoding.finishing.copy():
             self.end(sequence, now)
-            computed = sequence.resident < sequence.tokens.count
+            computed = sequence.cached_tokens < sequence.tokens.count
             self.encoding.jobs.done(sequence.group, step, computed=computed)
 
     def end_found(self, step: int, now: float, *, probed: bool) -> None:
@@ -185,7 +185,7 @@ class Scheduler:
         if not len(starting):
             return
         groups: dict[int, list[Sequence]] = {}
-        if not (self.kv.has_window or self.forks.searches):  # as below, for rows that share nothing
+        if not (self.kv.has_window or self.forks.searches):  # as below, but all rows at once
             if give_early(self.kv, self.rows, slots, self._pending, plan):
                 return
             if self.kv.pool.free_count >= len(starting):
@@ -208,7 +208,7 @@ class Scheduler:
                 self._pending.rows_changed = True
 
     def _preempt_until_room(self, members: list[Sequence], blocks: int, plan: PlanBuilder, whole: int) -> None:
-        """Preempt the newest groups until these sequences can have so many blocks, or are preempted themselves."""
+        """Preempt the newest groups until `KVCacheManager.make_room` can, or these sequences are preempted."""
         while members[0].batch_seq_id and not self.kv.make_room(blocks, plan, whole):
             newest = max((s.group for s in self.running()), key=self.queue.rank)
             going = any(sequence.group is not newest for sequence in self.running())
@@ -269,7 +269,7 @@ class Scheduler:
             kv_tokens = sequence.computed
             (self.parked if sequence.phase is Phase.PARKED else self.encoding.finishing).remove(sequence)
         else:
-            kv_tokens = max(sequence.computed, sequence.resident)
+            kv_tokens = max(sequence.computed, sequence.cached_tokens)
             self.prefilling.remove(sequence)
         self._pending.left.append(sequence.batch_seq_id)
         self.preloads.left(sequence.batch_seq_id)

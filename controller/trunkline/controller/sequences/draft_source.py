@@ -18,7 +18,7 @@ from trunkline.controller.sequences.sequence import Sequence
 from trunkline.kvstore.chunks import Int32Array
 
 Slots = NDArray[np.intp]
-"""Indices of sequences in the arrays of `DecodeRows` (`Sequence.slot`), `[rows]`."""
+"""Slots of sequences in the arrays of `DecodeRows` (`Sequence.slot`), `[rows]`."""
 
 
 class DraftSource(Protocol):

@@ -1,10 +1,11 @@
 """Build a step plan, and keep what is needed to understand its result: the rows that decode, as arrays.
 
-Rows are arrays so that a step costs the same Python for 32 rows as for 256. A sequence gets a fixed index in the
-arrays of `DecodeRows` with its last prefill step, and keeps it until it ends or is preempted. A `RowSet` is the
-frozen list of the indices (`slots`) that one step decodes; steps share it while no sequence joins or leaves.
-Results come back one or two steps after planning. By then an index may belong to another sequence, so a result
-counts only if the index still has the `batch_seq_id` that it had when the step was planned.
+Rows are arrays so that a step costs the same Python for 32 rows as for 256. A sequence gets a *slot*, an index in
+the arrays of `DecodeRows`, with its last prefill step, and keeps it until it ends or is preempted. A *row* is a
+place in a step: a `RowSet` is the frozen list of the slots that one step decodes, in the order of its rows; steps
+share it while no sequence joins or leaves. Results come back one or two steps after planning. By then a slot may
+belong to another sequence, so a result counts only if the slot still has the `batch_seq_id` that it had when the
+step was planned.
 
 Rows are put in tree order, where each shared chunk belongs to a contiguous range [i, j) of rows (ChunkAttention
 §3.1): a kernel reads it once for all of them. Chunks with the same range form one *run*. Working run by run, the
@@ -42,10 +43,11 @@ BEAM: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class RowSet:
-    """The indices in `DecodeRows` that a step decodes, in tree order, and their state when it was planned. All
-    arrays are `[rows]`."""
+    """The sequences that a step decodes, and their state when it was planned. All arrays are `[rows]`, in tree
+    order."""
 
     slots: NDArray[np.intp]
+    """The slot of each row's sequence in `DecodeRows`."""
     batch_seq_ids: Int64Array
     requests: Int64Array
     samples: Int64Array
@@ -60,7 +62,7 @@ NO_ROWS: Final = RowSet(np.empty(0, np.intp), _NONE, _NONE, _NONE)
 
 
 class DecodeRows:
-    """The decoding sequences as arrays, with room for `capacity` of them. Lengths count tokens.
+    """The decoding sequences as arrays, by slot, with room for `capacity` of them. Lengths count tokens.
 
     Of each sequence, `known` tokens have arrived, and KV of `planned` tokens exists or is planned: the next step
     computes position `planned`. `known` lags behind by the steps in flight. KV of drafts is not counted; that of
@@ -99,19 +101,19 @@ class DecodeRows:
         return len(self._free)
 
     def add(self, sequence: Sequence) -> int:
-        """Give an index to a sequence whose prompt this plan completes, or which has resumed with all but its last
+        """Give a slot to a sequence whose prompt this plan completes, or which has resumed with all but its last
         token computed (`Sequence.prefill_stop`)."""
         self.enter(sequence)
         self.fill(sequence)
         return sequence.slot
 
     def enter(self, sequence: Sequence) -> None:
-        """Give an index to a sequence; before the next plan, `fill` has to follow."""
+        """Give a slot to a sequence; before the next plan, `fill` has to follow."""
         slot = sequence.slot = self._free.pop()
         self.sequences[slot] = sequence
 
     def fill(self, sequence: Sequence) -> None:
-        """Enter what the arrays say of a sequence that has got its index."""
+        """Enter what the arrays say of a sequence that has got its slot."""
         slot = sequence.slot
         self.batch_seq_ids[slot] = sequence.batch_seq_id
         self.requests[slot] = sequence.request
@@ -137,7 +139,7 @@ class DecodeRows:
             self.tables[sequence.slot, :blocks] = self.tables[leader.slot, :blocks]
 
     def remove(self, sequence: Sequence) -> None:
-        """Move the known tokens of a sequence from the arrays to the sequence, and free its index."""
+        """Move the known tokens of a sequence from the arrays to the sequence, and free its slot."""
         slot = sequence.slot
         self.flush(slot)
         if self.drafts is not None and sequence.beam_position is None:
@@ -194,7 +196,7 @@ class DecodeRows:
         return bool(any_of(planned + 1 >= self.limit[rows.slots]))
 
     def active_slots(self) -> NDArray[np.intp]:
-        """Return the indices of the sequences that have a token to compute after the steps planned so far."""
+        """Return the slots of the sequences that have a token to compute after the steps planned so far."""
         return ((self.batch_seq_ids > 0) & (self.planned + 1 < self.limit)).nonzero()[0]
 
     def calm_steps(self, slots: NDArray[np.intp], slack: int) -> tuple[int, int]:
@@ -219,7 +221,7 @@ class DecodeRows:
         self.planned[slots] += plans
 
     def arrange(self, slots: NDArray[np.intp]) -> tuple[RowSet, Int32Array]:
-        """Return the row set of these indices in tree order, and its runs (`shared_runs`, `text_runs`)."""
+        """Return the row set of these slots in tree order, and its runs (`shared_runs`, `text_runs`)."""
         if not len(slots):
             return NO_ROWS, np.empty((0, 4), np.int32)
         width = int(self.block_counts[slots].max())
@@ -231,7 +233,7 @@ class DecodeRows:
         return self.row_set(ordered), np.concatenate([runs, texts]) if len(texts) else runs
 
     def row_set(self, slots: NDArray[np.intp]) -> RowSet:
-        """Return a row set of these indices, in this order, with their present state."""
+        """Return a row set of these slots, in this order, with their present state."""
         return RowSet(slots, self.batch_seq_ids[slots], self.requests[slots], self.samples[slots])
 
     def accept(
@@ -396,7 +398,7 @@ class PlanBuilder(TierCopyPlan):
     def compute(self, sequence: Sequence, tokens: int, *, samples: bool, scored: bool) -> None:
         """Add the next tokens of a prompt to the step."""
         group, start = sequence.group, sequence.computed
-        write_from, holes = max(start, sequence.resident), group.holes
+        write_from, holes = max(start, sequence.cached_tokens), group.holes
         self.prefill.append((sequence.batch_seq_id, start - holes, tokens, write_from - holes, int(samples)))
         if scored:
             self.scored[sequence.batch_seq_id] = group.id

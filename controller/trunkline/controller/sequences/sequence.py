@@ -341,13 +341,13 @@ class Sequence:
     __slots__ = (
         "batch_seq_id",
         "beam_position",
+        "cached_tokens",
         "claim",
         "computed",
         "group",
         "path",
         "phase",
         "private",
-        "resident",
         "sample",
         "sampling",
         "slot",
@@ -374,16 +374,20 @@ class Sequence:
         """Id under which the workers know the sequence, new each time it enters the batch; 0 while it is not in
         the batch."""
         self.slot = -1
-        """Index of the sequence in the arrays of `DecodeRows`, from its last prefill step on; -1 before."""
+        """The sequence's place in the arrays of `DecodeRows`, from its last prefill step on; -1 before."""
         self.path: list[Node] = []
+        """The sequence's whole chunks in the radix tree, from its first token on; those that it has yet to compute
+        are pending. Chunk i is entry i of the block table."""
         self.private: list[BlockId] = []
+        """Blocks of the tokens behind `path`, in order. The last one is being filled; full ones go to `path` when
+        they enter the tree (`KVCacheManager.seal`)."""
         self.tails: list[BlockId] = []
         """Before a fork: blocks reserved for the children's tails. In a child: the parent's tail, which is still
         to be copied into the child's own."""
-        self.resident = 0
+        self.cached_tokens = 0
         """Number of tokens whose KV was cached at admission."""
         self.computed = 0
-        """Number of tokens whose KV exists or is planned, during prefill."""
+        """Number of tokens whose KV exists or is planned, during prefill; later `DecodeRows.planned` says it."""
         self.claim: list[Node] | None = None
         """While the sequence is preempted: the chunks that it has claimed (PagedAttention §4.5, swapping)."""
 

@@ -285,7 +285,7 @@ class Prefetcher:
         self._announced: dict[int, float] = {}
         """Time at which each announcement is forgotten, by job."""
         self._near: list[SequenceGroup] = []
-        """Requests that came since the last plan, and that lack nothing."""
+        """Requests that came since the last plan, and whose prompts were all on the device."""
         self._next_job = -1
         self._silent_until = 0.0
 
@@ -294,20 +294,20 @@ class Prefetcher:
         path = expected_chunks(self._tree, group.members[0], step).path
         return _tokens(path[_entries(group) :])
 
-    def came(self, group: SequenceGroup, step: int, now: float) -> int:
-        """Return a request's `known_tokens`, and fetch what it will use; or see whether that is wanted at all when
-        the next plan is made (`settle`), if it is on the device."""
+    def fetch_unless_near(self, group: SequenceGroup, step: int, now: float) -> int:
+        """As `fetch`; but if all of a request's prompt is on the device, put that off until the next plan is made
+        (`settle`): most such requests do not wait then, and nothing has to be done."""
         known = self._near_tokens(group, step)
         if not known:
-            return self.arrived(group, step, now)
+            return self.fetch(group, step, now)
         self._near.append(group)
         return known
 
     def settle(self, step: int, now: float) -> None:
-        """Want what requests will use that came since the last plan, and wait although all of it is near."""
+        """Fetch for the requests that `fetch_unless_near` has put off, and which still wait."""
         for group in self._near:
             if group.queued:
-                self.arrived(group, step, now)
+                self.fetch(group, step, now)
         self._near.clear()
 
     def _near_tokens(self, group: SequenceGroup, step: int) -> int:
@@ -326,8 +326,9 @@ class Prefetcher:
                 return 0
         return known
 
-    def arrived(self, group: SequenceGroup, step: int, now: float) -> int:
-        """Fetch what a request that has arrived will use; return its `known_tokens`."""
+    def fetch(self, group: SequenceGroup, step: int, now: float) -> int:
+        """Fetch what a waiting request will use into host memory, from tiers that are known to have it; ask the
+        remote tier for the rest. Return the request's `known_tokens`."""
         sequence = group.members[0]
         path = self._expect(group, step, now)
         if self._tree.tiers.config.remote and self._may_probe(now):
