@@ -38,22 +38,28 @@ class Segments:
     """The token ranges that rows read: one entry per (row, token range of a block), ordered by row, then by
     position.
 
-    All arrays are int32 `[n]`. The last segment of each row is its tail, which grows with each step.
+    All arrays are int32 `[segments]`. The last segment of each row is its tail, which grows with each step.
     """
 
     row: Int32Array
+    """The row that reads each segment."""
     table_index: Int32Array
     """Index of each segment's block in its row's block table: the unit in which sharing runs are given."""
     block: Int32Array
+    """Id of each segment's block."""
     first: Int32Array
+    """Offset of each segment's first token within its block."""
     count: Int32Array
+    """Number of each segment's tokens."""
     base: Int32Array
+    """Position at which the key of each segment's first token was rotated."""
     shift: Int32Array
+    """How many positions later each segment acts in its row's frame."""
 
 
 @dataclass
 class DecodePlan:
-    """One query per row against its whole context. Valid for `steps` in `[0, steps_left]`."""
+    """One query per row against its whole context. Valid for `steps` in `[0, steps_left]`. Arrays are int32."""
 
     chunk_size: int
     block: Int32Array
@@ -79,6 +85,7 @@ class DecodePlan:
     steps_left: int
     """Largest `steps` for which every tail still fits its block."""
     steps: int = 0
+    """Number of decode steps since the build: as many tokens more than `count` are in each tail."""
     state: object = None
     """The data that the kernels derive from the plan that they execute (index tensors, device copies); private to
     them."""
@@ -108,7 +115,7 @@ class PrefillPlan:
     """Several queries per entry, against paged context and causally among themselves.
 
     The step's own keys are in the pool before attention runs, so context and new tokens are read alike; a
-    query at position p sees keys whose acting position (`base + i + shift`) is at most p.
+    query at position p sees keys whose acting position (`base + i + shift`) is at most p. Arrays are int32.
     """
 
     chunk_size: int
@@ -119,11 +126,17 @@ class PrefillPlan:
     item_indptr: Int32Array
     """Index at which each entry's items begin, `[entries + 1]`."""
     block: Int32Array
+    """Id of each item's block, `[items]`."""
     first: Int32Array
+    """Offset of each item's first token within its block, `[items]`."""
     count: Int32Array
+    """Number of each item's tokens, `[items]`."""
     base: Int32Array
+    """Position at which the key of each item's first token was rotated, `[items]`."""
     shift: Int32Array
+    """Shift of each item, in positions, `[items]`."""
     state: object = None
+    """As `DecodePlan.state`."""
 
     @property
     def num_entries(self) -> int:
@@ -136,8 +149,9 @@ class WritePlan:
 
     chunk_size: int
     slots: Int32Array
-    """Slot of each token, `[tokens]`."""
+    """Slot of each token, int32 `[tokens]`."""
     state: object = None
+    """As `DecodePlan.state`."""
 
 
 def build_decode_plan(

@@ -347,7 +347,9 @@ def measure_largest_step(
     capture: Callable[[Runner], None],
     config: WorkerConfig,
     longest: int,
-    memory: tuple[int, MemoryMeter, int],
+    block_bytes: int,
+    meter: MemoryMeter,
+    free_at_start: int,
 ) -> int:
     """Run the largest steps with hardly any pool; return how many blocks fit beside them, and beside the graphs of
     decode steps. All ranks do so at once.
@@ -356,13 +358,14 @@ def measure_largest_step(
         make: Makes a runner with a pool of so many blocks.
         capture: Captures its graphs.
         longest: Tokens of the longest sequence.
-        memory: Bytes of a block, the meter, and bytes that were free before this rank had taken any.
+        block_bytes: Bytes of a block on this rank.
+        meter: Measures the device's memory.
+        free_at_start: Bytes of the device that were free before this rank had taken any.
 
     Raises:
         WorkerConfigError: Too few blocks fit this GPU.
         WorkerError: The steps, or the blocks, do not fit what other processes leave free now.
     """
-    block_bytes, meter, free_at_start = memory
     weights = meter.held()
     meter.begin_peak()
     limits = StepLimits(config.token_budget, config.max_rows, longest, config.chunk_size)

@@ -18,7 +18,7 @@ import msgspec
 from trunkline.controller.messages import StepResult
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.batch.sequences import PENDING, BatchSequence
-from trunkline.worker.step_graphs import Drawn, StepGraphs
+from trunkline.worker.step_graphs import ReplayedStep, StepGraphs
 
 LAUNCHED_MAX: Final = 2
 """Number of steps that run at once on the device, one behind the other: a controller plans no further ahead."""
@@ -30,7 +30,7 @@ _POLL_S: Final = 20e-6
 class LaunchedStep:
     """A step that runs."""
 
-    drawn: Drawn
+    replayed: ReplayedStep
     rows: list[tuple[BatchSequence, int]]
     """Each row's sequence, and the index of its new token there."""
     result: StepResult | None
@@ -39,13 +39,13 @@ class LaunchedStep:
 
     @classmethod
     def of(
-        cls, drawn: Drawn, rows: list[BatchSequence], result: StepResult | None, started_ns: int
+        cls, replayed: ReplayedStep, rows: list[BatchSequence], result: StepResult | None, started_ns: int
     ) -> LaunchedStep:
         """Return a step that was launched, and append a token to each row."""
         places = [(row, row.known) for row in rows]
         for row in rows:
             row.append(PENDING)
-        return cls(drawn, places, result, started_ns)
+        return cls(replayed, places, result, started_ns)
 
 
 class LaunchedSteps:
@@ -76,7 +76,7 @@ class LaunchedSteps:
         """Whether `take` need not wait, or should not be waited with: as many steps run as may."""
         if self._results or len(self._launched) >= LAUNCHED_MAX:
             return True
-        return bool(self._launched) and self._launched[0].drawn.is_done
+        return bool(self._launched) and self._launched[0].replayed.is_done
 
     def add(self, step: LaunchedStep) -> None:
         """Add a step that runs."""
@@ -121,8 +121,8 @@ class LaunchedSteps:
 
     def _read(self) -> None:
         step = self._launched.popleft()
-        step.drawn.wait()
-        tokens = step.drawn.tokens.numpy()
+        step.replayed.wait()
+        tokens = step.replayed.tokens.numpy()
         for (row, index), token in zip(step.rows, tokens.tolist(), strict=True):
             row.resolve(index, token)
         result = step.result

@@ -52,7 +52,7 @@ from trunkline.worker.sampling.beams import BeamSearches
 from trunkline.worker.sampling.pooling import Pooler
 from trunkline.worker.sampling.sampler import Sampler
 from trunkline.worker.sampling.selection import Selection, Selector
-from trunkline.worker.step_graphs import CudaGraphs, Drawn, GraphMaker, capture_steps
+from trunkline.worker.step_graphs import CudaGraphs, GraphMaker, ReplayedStep, capture_steps
 from trunkline.worker.tensor_parallel import TensorParallel, of_loading
 from trunkline.worker.tiers.copier import MEASURED_BLOCKS, Copier
 from trunkline.worker.tiers.copy_lane import CopyOptions, LayerTrace, StepGate
@@ -183,7 +183,9 @@ class Runner:
                 lambda runner: runner.capture_graphs(graphs, longest),
                 config,
                 longest,
-                (pools.part.chunk_bytes, meter, free_at_start),
+                pools.part.chunk_bytes,
+                meter,
+                free_at_start,
             )
         blocks = group.minimum(fitting)
         if blocks < 1:
@@ -196,11 +198,8 @@ class Runner:
 
     @torch.inference_mode()
     def capture_graphs(self, graphs: Callable[[], GraphMaker], longest: int) -> None:
-        """Capture decode steps as graphs, where that is asked for and can be.
-
-        Args:
-            longest: Tokens of the longest sequence.
-        """
+        """Capture decode steps as graphs, where that is asked for and can be. `longest`: tokens of the longest
+        sequence."""
         if self._config.cuda_graphs and isinstance(self.kernels, CudaKernels):
             self.launched.graphs = capture_steps(
                 self._decoder, self.kernels, self._group, graphs, self._config.max_rows, longest
@@ -350,6 +349,9 @@ class Runner:
     def launch(self, plan: StepPlan) -> None:
         """Run one step, or launch it where its tokens can stay on the device; `launched` has the result.
 
+        A graph computes the step and draws its tokens, which are waited for only if they decide over drafts; or a
+        graph computes it, but tokens are chosen from its logits here; or there is no graph for it.
+
         Raises:
             PlanError, CopyError: As `execute`.
         """
@@ -364,13 +366,13 @@ class Runner:
         self._update_sequences(plan)
         gate = self._begin_copies(plan)
         batch = self._batches.build(plan)
-        drawn = self._replay(batch, gate)
-        is_drawn = drawn is not None and self._selector.leaves_to_graph(batch)
+        replayed = self._replay(batch, gate)
+        takes_draws = replayed is not None and self._selector.leaves_to_graph(batch)
         self.launched.step = plan.step
         selection = None
-        if not is_drawn or batch.guesses is not None:
+        if not takes_draws or batch.guesses is not None:
             launched.read_all()
-            selection = self._select(batch, gate, drawn, is_drawn=is_drawn)
+            selection = self._select(batch, gate, replayed, takes_draws=takes_draws)
         result = None
         if self._group.rank == 0:
             result = StepResult(
@@ -380,10 +382,10 @@ class Runner:
                 elapsed_us=0,
                 plan_copies=counters.decode_plans - plans_before,
                 kv_bytes_read=counters.decode_bytes_read - bytes_before,
-                replayed=int(drawn is not None),
+                replayed=int(replayed is not None),
             )
-        if drawn is not None and selection is None:
-            launched.add(LaunchedStep.of(drawn, batch.samples, result, started))
+        if replayed is not None and selection is None:
+            launched.add(LaunchedStep.of(replayed, batch.samples, result, started))
         elif selection is not None:
             waited_us = gate.waited_ns // 1000 if gate else 0
             launched.add_result(result and self._ended(result, batch, selection, waited_us), started)
@@ -400,17 +402,17 @@ class Runner:
             forced=self._grammars.foretell(batch.samples) if self._grammars is not None else None,
         )
 
-    def _replay(self, batch: ForwardBatch, gate: StepGate | None) -> Drawn | None:
+    def _replay(self, batch: ForwardBatch, gate: StepGate | None) -> ReplayedStep | None:
         """Launch the graph of a step; return None if it has none: prompts are computed, layers wait for copies."""
         graphs = self.launched.graphs
         is_open = gate is None or gate.is_open
         is_decoding = batch.prefill is None and batch.adapters is None
         if graphs is None or not (is_decoding and is_open and graphs.has_room(batch.num_rows)):
             return None
-        drawn = graphs.launch(batch)
+        replayed = graphs.launch(batch)
         if self.copier is not None and gate is not None:
             self.copier.finish(gate)
-        return drawn
+        return replayed
 
     def _check_order(self, plan: StepPlan) -> None:
         """Refuse plans of another epoch, and plans behind a gap."""
@@ -473,20 +475,20 @@ class Runner:
         return logits
 
     def _select(
-        self, batch: ForwardBatch, gate: StepGate | None, drawn: Drawn | None, *, is_drawn: bool
+        self, batch: ForwardBatch, gate: StepGate | None, replayed: ReplayedStep | None, *, takes_draws: bool
     ) -> Selection:
         """Compute the batch, unless a graph does; choose the next tokens, the same on every rank, and append them
         to the sequences.
 
         Args:
-            is_drawn: Whether the graph has drawn what is wanted, perhaps behind drafts.
+            takes_draws: Whether the tokens that the graph has drawn are those to take, as far as drafts are right.
         """
-        logits = self._forward(batch, gate) if drawn is None else drawn.logits
+        logits = self._forward(batch, gate) if replayed is None else replayed.logits
         for child in batch.children:
             self._searches.add(child)
-        if drawn is not None and is_drawn:
-            drawn.wait()
-            selection = self._selector.take_drawn(batch, drawn.tokens.numpy())
+        if replayed is not None and takes_draws:
+            replayed.wait()
+            selection = self._selector.take_drawn(batch, replayed.tokens.numpy())
         else:
             selection = self._selector.select(batch, logits)
         if self.launched.graphs is not None:

@@ -150,8 +150,8 @@ class _CapturedBatch:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A step that was launched."""
+class ReplayedStep:
+    """A step that a graph runs: its logits, and the tokens that it draws."""
 
     logits: Tensor
     """float32 `[rows, columns of this rank]`. Valid until the next step is launched."""
@@ -260,7 +260,7 @@ class StepGraphs:
         """Note that rows got tokens which no graph drew."""
         self._places.forget_tokens()
 
-    def launch(self, batch: ForwardBatch) -> Drawn:
+    def launch(self, batch: ForwardBatch) -> ReplayedStep:
         """Launch a step of decode rows; nothing waits for it."""
         plan = batch.decode
         assert isinstance(plan, LiveDecodePlan)
@@ -273,7 +273,7 @@ class StepGraphs:
             self._count(plan, work, layers)
             work.replayed()
         tokens = self._buffers.tokens[: batch.num_rows]
-        return Drawn(self._logits[: batch.num_rows], *self._ring.send(tokens))
+        return ReplayedStep(self._logits[: batch.num_rows], *self._ring.send(tokens))
 
     def _count(self, plan: LiveDecodePlan, work: DeviceWork, layers: int) -> None:
         """Count what the attention of so many layers reads in a replay."""
