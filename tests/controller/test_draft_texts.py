@@ -177,7 +177,7 @@ def test_a_follower_goes_along_a_path_of_the_tree() -> None:
         tokens, _ = follower.draft(1, 0.0, thorough=True)
         foreseen += tokens.tolist() == [token]
         see(follower, token)
-        if follower.count % CHUNK == 0:  # as sealing does
+        if follower.count % CHUNK == 0:  # as `enter_filled` does
             node = node.children[
                 np.array(answer[follower.count - 16 - CHUNK : follower.count - 16], "<i4").tobytes()
             ]

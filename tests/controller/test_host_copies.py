@@ -102,7 +102,7 @@ def test_a_chunk_that_found_no_slot_is_saved_later() -> None:
     row.private.append(bench.kv.pool.allocate())
     row.tokens.extend(np.arange(4, dtype=np.int32))
     row.computed = 8
-    bench.kv.seal(row, 8, 1.0)
+    bench.kv.enter_tree(row, 8, 1.0)
     assert bench.tree.has_unsaved, "a row filled it: the next plan saves it"
     plan = bench.plan()
     bench.tree.save_waiting(plan)
@@ -173,7 +173,7 @@ def test_a_chunk_computed_again_returns_to_the_device() -> None:
     row.private.append(bench.kv.pool.allocate())
     row.tokens.extend(np.arange(4, 8, dtype=np.int32))
     row.computed = 8
-    assert bench.kv.seal(row, 8, 1.0) == []
+    assert bench.kv.enter_tree(row, 8, 1.0) == []
     assert [node.on_device and node.host != NO_SLOT for node in row.path] == [True, True]
     bench.check([row], [waiting])
 

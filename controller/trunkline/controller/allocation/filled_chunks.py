@@ -1,7 +1,7 @@
 """Chunks that sequences have filled, and how they enter the radix tree (ChunkAttention §3.1, append). Pure.
 
 In a large batch some rows fill their chunks in every step. Nearly always nothing is in the tree yet behind such a
-sequence's path, and `append_filled` is all that happens; `KVCacheManager.seal` decides the other cases.
+sequence's path, and `append_filled` is all that happens; `KVCacheManager.enter_tree` decides the other cases.
 """
 
 from __future__ import annotations

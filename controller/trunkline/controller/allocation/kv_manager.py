@@ -1,11 +1,11 @@
 """The KV cache manager: gives a sequence its blocks and cached chunks, and takes them back.
 
-      admit    match the prompt with the radix tree, reserve blocks for the rest     (ChunkAttention §3.1: insert)
-      seal     move a private block that has filled into the tree                    (append)
-      leave    give everything back; what was computed stays cached                  (remove)
-      fork     let a sample or beam share all blocks but the tail                    (PagedAttention §4.4)
+      admit         match the prompt with the tree, reserve blocks for the rest (ChunkAttention §3.1: insert)
+      enter_tree    move a private block that has filled into the tree          (append)
+      leave         give everything back; what was computed stays cached        (remove)
+      fork          let a sample or beam share all blocks but the tail          (PagedAttention §4.4)
 
-No KV is computed or stored twice: admission reuses every matching token, sealing merges equal chunks, forking
+No KV is computed or stored twice: admission reuses every matching token, `enter_tree` merges equal chunks, forking
 shares blocks. Swapping (PagedAttention §4.5) and the tiers of CachedAttention need no acts of their own: `leave`
 lets chunks be saved, and `admit` loads chunks that are only in host memory. Saves and loads run beside the
 computation (`trunkline.controller.cache.block_pool`)."""
@@ -269,7 +269,7 @@ class KVCacheManager:
                 self.pool.release(self.tree.swap(node, new.pop(0)))
                 node.ready_step = PENDING
             elif node.on_device or node.ready_step == PENDING:
-                break  # behind a gap in a window: computed again, in private blocks, until `seal` finds it equal
+                break  # behind a gap in a window: computed again in private blocks; `enter_tree` finds them equal
             else:  # in a tier that is too far away: other sequences wait for this computation instead
                 if new:
                     self.tree.place(node, new.pop(0))
@@ -354,11 +354,11 @@ class KVCacheManager:
             if node.ready_step == PENDING:
                 self.tree.computed(node, plan.step, plan)
 
-    def seal(self, sequence: Sequence, kv_tokens: int, now: float) -> list[tuple[int, BlockId]]:
+    def enter_tree(self, sequence: Sequence, kv_tokens: int, now: float) -> list[tuple[int, BlockId]]:
         """Move private blocks that are full and computed into the tree.
 
         If the tree already has an equal chunk on the device, the sequence gives its block back and uses that one.
-        It may be the same block: beams of a search share full blocks before the first of them seals them.
+        It may be the same block: beams of a search share full blocks before the first of them enters them.
 
         Returns:
             (index, block) of the block-table entries that changed by such merging.
@@ -420,7 +420,7 @@ class KVCacheManager:
         taken = [self._take_back(node) for node in reversed(unfinished)][::-1]
         sequence.private = [block for block in taken if block != NO_BLOCK] + sequence.private
         if self.prefix_cache:
-            self.seal(sequence, kv_tokens, now)
+            self.enter_tree(sequence, kv_tokens, now)
             tail = self._keep_tail(sequence, kv_tokens, now)
             self._own(sequence, sequence.path + tail)
             self._keep(sequence, tail, now)

@@ -436,7 +436,7 @@ def _accept(
     if largest(beyond) > slack_of(scheduler.kv, len(rows)):
         full = slots[(beyond > 0) & ~ended]
         if len(full):
-            scheduler.seal(full, now)
+            scheduler.enter_filled(full, now)
     for index in ended.nonzero()[0].tolist():
         sequence = state.sequences[slots[index]]
         assert sequence is not None

@@ -44,7 +44,7 @@ def enter_filled(
         sequence, key = rows.take_filled(slot)
         if not kv.prefix_cache or (is_plain and append_filled(kv.tree, sequence, key, now)):
             continue
-        for index, block in kv.seal(sequence, sequence.tokens.count, now):
+        for index, block in kv.enter_tree(sequence, sequence.tokens.count, now):
             fences = kv.tree.fences
             fences.reads(fences.ready_after([block]))  # this block's chunk may still be loading from the host
             rows.set_block(sequence.slot, index, block)

@@ -296,7 +296,7 @@ class Scheduler:
             for member in orphan.members.copy():
                 self.end(member, now)
 
-    def seal(self, slots: NDArray[np.intp], now: float) -> None:
+    def enter_filled(self, slots: NDArray[np.intp], now: float) -> None:
         """Put the chunks that rows have filled into the radix tree, to be shared."""
         enter_filled(self.kv, self.rows, slots, self._pending, now)
 
