@@ -374,17 +374,17 @@ class Engine:
             self._requests.gone(Finished(request, FinishReason.ENGINE_FAILED, DEADLY))
         self._requests.timelines.lost(now)
         self.epoch, self.is_away = epoch, True
-        self._begin_again(self.config, survivors, None, now)
+        self._requeue_survivors(self.config, survivors, None, now)
 
     def _workers_back(self, config: EngineConfig, stored: StoredChunks | None, now: float) -> None:
         self.is_away = False
         survivors = snapshots(self._requests.groups.values(), self._inflight, self.scheduler.rows)
-        self._begin_again(config, survivors, stored, now)
+        self._requeue_survivors(config, survivors, stored, now)
         if self._drops_cache:
             self._drops_cache = False
             self.scheduler.kv.tree.flush()
 
-    def _begin_again(
+    def _requeue_survivors(
         self, config: EngineConfig, survivors: list[RequestSnapshot], stored: StoredChunks | None, now: float
     ) -> None:
         calls = self.scheduler.encoding.calls

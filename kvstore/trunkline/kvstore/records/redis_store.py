@@ -46,8 +46,6 @@ _CONSTANTS: Final = (
 )
 _READINGS_MAX: Final = 10
 """How often a long chain is read anew because it was changed meanwhile."""
-_MEMORY: Final = 1.5
-"""Bytes of the server's memory that a counted byte of records may take."""
 _VERSION_MIN: Final = (6, 2)
 _INDEX: Final = "tl:r:i:"
 """What begins the names of the indexes of records, which are listed in records.lua."""

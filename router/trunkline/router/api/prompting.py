@@ -259,11 +259,11 @@ async def chat_job(
     messages = body.messages
     if turn is not None:
         messages = await turn.messages(messages, continues=rendering.continues)
-    text = await rendering.text(service, messages) if edited is None else edited.text
-    remembered = None if edited is None else edited.remembered
+    discards: tuple[TokenSpan, ...] = ()
     if edited is not None:
-        tokens = edited.tokens
+        text, tokens, remembered, discards = edited.text, edited.tokens, edited.remembered, edited.drops
     elif turn is not None:
+        text = await rendering.text(service, messages)
         tokens, remembered = await turn.tokens_of(
             text,
             "messages",
@@ -271,12 +271,11 @@ async def chat_job(
             salt=cache_salt(body.cache_salt),
             same=reads_same(plan),
         )
+        discards = _discards(body, turn)
     else:
+        text = await rendering.text(service, messages)
         remembered = await remembered_prompt(service, body, text, plan, fits=policy is None)
         tokens = await _tokens(service, body, text, policy, "messages") if remembered is None else remembered.ids
-    discards: tuple[TokenSpan, ...] = () if edited is None else edited.drops
-    if edited is None and turn is not None:
-        discards = _discards(body, turn)
     head = 0
     if policy is not None and policy.keep_instructions:
         context = service.limits.max_context

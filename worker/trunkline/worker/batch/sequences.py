@@ -62,11 +62,13 @@ class BatchSequence:
     def __init__(self, join: Join) -> None:
         self.id = join.sequence
         self.tokens = array("i", unpack_int32(join.tokens).tobytes())
+        """Token ids from index `first` on, those that were sampled here included."""
         self.first = join.first
         self.known = join.first + len(self.tokens)
         """Tokens known so far, sampled ones included: the last one has index `known - 1`."""
         self.prompt_len = join.prompt_len
         self.blocks = array("i", unpack_int32(join.blocks).tobytes())
+        """The block table: the block of each entry."""
         self.sampling: Sampling = join.sampling
         self.beam_position: BeamPosition | None = join.beam_position
         """The sequence's place in a beam search; None for a sequence that is drawn from by itself."""
