@@ -125,6 +125,30 @@ def test_a_fork_server_that_dies_is_not_needed(supervisor: Supervisor, tmp_path:
         assert server.returncode == -signal.SIGKILL
 
 
+def test_what_a_worker_leaves_behind_is_reaped(supervisor: Supervisor) -> None:
+    """A child of a worker that ends while another one is made becomes the supervisor's."""
+    worker = ForkedWorker(["/bin/sh", "-c", "sleep 0.3 & exit 3"])
+    supervisor.forks._made.append(worker)
+    forks._adopt_orphans(True)
+    try:
+        worker.spawn()
+        wait_for(lambda: worker.poll() is not None)
+    finally:
+        forks._adopt_orphans(False)
+    assert worker.returncode == 3
+    supervisor.forks.reap()
+    assert worker in supervisor.forks._made, "its child runs, and is this process's"
+
+    def is_forgotten() -> bool:
+        supervisor.forks.reap()
+        return worker not in supervisor.forks._made
+
+    wait_for(is_forgotten)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-worker.pid, os.WNOHANG)
+    worker.stdout.close()
+
+
 def test_changed_files_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "some_module_of_a_test.py"
     path.write_text("")

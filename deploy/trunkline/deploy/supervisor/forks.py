@@ -146,6 +146,8 @@ class ForkServer:
         self._on_born = on_born
         self._server: _Server | None = None
         self._unborn: deque[ForkedWorker] = deque()
+        self._made: list[ForkedWorker] = []
+        """All workers but those that have ended and left no process behind."""
 
     def fork(self, argv: Sequence[str]) -> ForkedWorker | None:
         """Ask for the process with a command line; None: it is no worker's, or no fork server can be had."""
@@ -163,6 +165,7 @@ class ForkServer:
             worker.stdout.close()
             return None
         self._unborn.append(worker)
+        self._made.append(worker)
         _adopt_orphans(True)
         return worker
 
@@ -181,6 +184,11 @@ class ForkServer:
                 self._answered(self._unborn.popleft(), int(answer) if answer.isdigit() else 0)
         if not self._unborn:
             _adopt_orphans(False)
+
+    def reap(self) -> None:
+        """Reap processes that workers have left behind when they ended. A worker's child becomes this process's
+        child if the worker ends while another one is made, as when all ranks of a group are started again."""
+        self._made = [worker for worker in self._made if worker.returncode is None or _reap_group(worker.pid)]
 
     def close(self) -> None:
         """End the fork server. Workers that it has made run on."""
@@ -224,6 +232,16 @@ def _kill(server: _Server) -> None:
     server.channel.close()
     server.process.kill()
     server.process.wait()
+
+
+def _reap_group(group: int) -> bool:
+    """Reap all children of a process group that have ended; return whether others run."""
+    try:
+        while group and os.waitpid(-group, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return group > 0
 
 
 def _is_child(pid: int) -> bool:

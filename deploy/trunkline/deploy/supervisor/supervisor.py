@@ -259,6 +259,7 @@ class Supervisor:
             self._do(self._life.exited(name, status, time.monotonic(), last_words(self._tails[name].last)))
             if name not in self._life.alive and not any(name == member.name for member in self._specs):
                 del self._processes[name], self._tails[name]  # a replacement's name is not used again
+        self._forks.reap()
 
     def _read_output(self, name: str) -> None:
         tail = self._tails[name]
