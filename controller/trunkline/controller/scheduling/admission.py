@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice, takewhile
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -236,8 +236,10 @@ def _balance(by_tier: list[int], cached: int, last: TierKind) -> None:
 
 def _keys_from(keys: list[bytes], start: bytes) -> Iterator[bytes]:
     """Iterate over the keys of a sorted list that begin with `start`: of a root's many children, a few."""
-    first = bisect_left(keys, start)
-    return takewhile(lambda key: key.startswith(start), islice(keys, first, None))
+    for at in range(bisect_left(keys, start), len(keys)):  # `islice` would walk over all keys before them
+        if not keys[at].startswith(start):
+            return
+        yield keys[at]
 
 
 def _reason(kv: KVCacheManager, fetching: Fetching, sequence: Sequence) -> MissReason:
