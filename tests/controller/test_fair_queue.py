@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 from seeds import seeds
@@ -15,17 +16,26 @@ from trunkline.controller.engine.validation import problem_of_submit
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import Submit
 from trunkline.controller.scheduling.fair_queue import LEVELS_MAX, LINES_MAX, FairQueue
+from trunkline.controller.sequences.plan_builder import RowSet
 from trunkline.controller.sequences.sequence import Request, SequenceGroup
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.messages import FinishReason
 from trunkline.worker.messages import Sampling
 
 QUANTUM = 100
+ROWS_MAX = 1000
 
 
 def group_of(number: int, tokens: int, tenant: str = "", priority: int = 0) -> SequenceGroup:
     submit = Submit(number, pack_int32([7] * tokens), tokens, 50, Sampling(), priority=priority, tenant=tenant)
     return SequenceGroup(Request.of(number, submit), number, 10_000, submit.sampling)
+
+
+def set_decoding(queue: FairQueue, groups: list[SequenceGroup]) -> None:
+    """Let the first sequences of these groups be the rows, in indices that change as groups come and go."""
+    ids = np.array([group.id for group in groups], np.int64)
+    sequences = [group.members[0] for group in groups]
+    queue.set_decoding(RowSet(np.arange(len(ids)), ids, ids, ids), [*sequences, *[None] * (ROWS_MAX - len(ids))])
 
 
 class Machine:
@@ -121,7 +131,8 @@ class Machine:
                 assert ours - theirs < QUANTUM
 
     def step(self) -> None:
-        self.queue.set_decoding(group.members[0] for group in self.running)
+        set_decoding(self.queue, self.running)
+        assert self.queue.decoding == Counter(map(self.line_of, self.running))
         self.queue.charge_rows()
         for group in self.running:
             self.charge(self.line_of(group), 1)
@@ -192,7 +203,7 @@ def test_service_of_tenants_that_always_wait_differs_by_little(seed: int) -> Non
         queue.started(group, tokens)
         queue.remove(group)
         answer = rng.randrange(outputs[name] + 1)
-        queue.set_decoding([group.members[0]] * answer)
+        set_decoding(queue, [group] * answer)
         queue.charge_rows()
         served[name] += tokens + answer
         number += 1
@@ -239,7 +250,7 @@ def test_a_called_request_keeps_its_turn() -> None:
     others = [group_of(number, 10, "b") for number in range(3, 9)]
     for group in (first, called, *others):
         queue.add(group)
-    queue.set_decoding([first.members[0]] * 500)
+    set_decoding(queue, [first] * 500)
     queue.charge_rows()
     assert list(queue)[:2] == others[:2]
     queue.hold_turn(called)

@@ -20,6 +20,7 @@
 9. A row's block table equals its sequence's path and private blocks (of a beam only in number), and covers the
    tokens that the row knows. Either all sequences of a group have a row, or none. The tokens of a full chunk that
    has not entered the tree are still in the row's ring buffer, or in the sequence.
+10. Tenants are charged for exactly the rows that the last plan decodes.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def check_integrity(scheduler: Scheduler) -> None:
     check_kv_cache(scheduler.kv, scheduler.running(), waiting, scheduler.encoding.held)
     _check_queue(scheduler)
     _check_rows(scheduler)
+    _check_charged(scheduler)
 
 
 def check_kv_cache(
@@ -262,3 +264,13 @@ def _check_rows(scheduler: Scheduler) -> None:
         members = sequence.group.members
         decoding = sum(member.slot >= 0 for member in members)
         _check(decoding == len(members), f"{decoding} of {len(members)} of request {sequence.request} decode")
+
+
+def _check_charged(scheduler: Scheduler) -> None:
+    rows, row_set, charged = scheduler.rows, scheduler.row_set, scheduler.queue.decoding
+    stays = rows.batch_seq_ids[row_set.slots] == row_set.batch_seq_ids  # others have left since
+    sequences = [s for slot in row_set.slots[stays].tolist() if (s := rows.sequences[slot]) is not None]
+    submits = [sequence.group.request.submit for sequence in sequences]
+    least = Counter((submit.priority, submit.tenant) for submit in submits)
+    _check(charged.total() == len(row_set), f"tenants are charged for {charged.total()} rows of {len(row_set)}")
+    _check(least <= charged, f"tenants are charged for {charged}, and have {least}")

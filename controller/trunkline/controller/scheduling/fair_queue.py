@@ -30,10 +30,13 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
+import numpy as np
+
 from trunkline.controller.messages import Submit
+from trunkline.controller.sequences.plan_builder import Int64Array, RowSet
 from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
 
 LINES_MAX: Final = 1024
@@ -138,8 +141,11 @@ class FairQueue:
         self._tokens: dict[SequenceGroup, int] = {}
         self._turn_holder: SequenceGroup | None = None
         """The group that keeps its turn (`hold_turn`)."""
-        self._rows: Counter[tuple[int, str]] = Counter()
+        self.decoding: Counter[tuple[int, str]] = Counter()
         """Number of decoding sequences by priority and tenant."""
+        self._row_ids: Int64Array = np.empty(0, np.int64)
+        self._row_lines: list[tuple[int, str] | None] = []
+        """The sequences that are counted there: their ids in the batch, and their priorities and tenants."""
         self.tokens = 0
         """Tokens that must be computed for all groups in the queue, as far as is known."""
 
@@ -260,14 +266,34 @@ class FairQueue:
             level.clock = max(level.clock, group.turn)
         level.charge(line, tokens)
 
-    def set_decoding(self, sequences: Iterable[Sequence | None]) -> None:
-        """Set the sequences that get a token in each step from now on, for `charge_rows`."""
-        submits = [sequence.group.request.submit for sequence in sequences if sequence is not None]
-        self._rows = Counter((submit.priority, submit.tenant) for submit in submits)
+    def set_decoding(self, rows: RowSet, sequences: list[Sequence | None]) -> None:
+        """Set the sequences that get a token in each step from now on. Rows that only go on are not looked at one
+        by one.
+
+        Args:
+            sequences: the sequence of each index that a row may have, always as many.
+        """
+        if not self._row_lines:
+            self._row_ids, self._row_lines = np.zeros(len(sequences), np.int64), [None] * len(sequences)
+        ids = np.zeros_like(self._row_ids)
+        ids[rows.slots] = rows.batch_seq_ids
+        for slot in (ids != self._row_ids).nonzero()[0].tolist():
+            if (left := self._row_lines[slot]) is not None:
+                self.decoding[left] -= 1
+                if not self.decoding[left]:
+                    del self.decoding[left]
+            sequence = sequences[slot] if ids[slot] else None
+            if sequence is None:
+                self._row_lines[slot] = None
+                continue
+            submit = sequence.group.request.submit
+            line = self._row_lines[slot] = submit.priority, submit.tenant
+            self.decoding[line] += 1
+        self._row_ids = ids
 
     def charge_rows(self, steps: int = 1) -> None:
         """Charge tenants for the output tokens of steps, between which no request has started."""
-        for (priority, tenant), tokens in self._rows.items():
+        for (priority, tenant), tokens in self.decoding.items():
             level = self._level(priority)
             level.charge(level.line(tenant), steps * tokens)
 

@@ -124,7 +124,7 @@ class Scheduler:
             before = self.row_set.batch_seq_ids
             self.row_set, plan.new_runs = self.rows.arrange(self.rows.active_slots())
             if self.row_set.batch_seq_ids.tobytes() != before.tobytes():  # most changes are those of block tables
-                self.queue.set_decoding(self.rows.sequences[slot] for slot in self.row_set.slots.tolist())
+                self.queue.set_decoding(self.row_set, self.rows.sequences)
         plan.rows = self.row_set
         self._prefill(plan)
         if len(plan.rows):
