@@ -22,8 +22,8 @@ from report import Report, parse_arguments
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import StepResult, Submit
-from trunkline.controller.sequences.plan_builder import tree_order
 from trunkline.controller.sequences.sequence import Request
+from trunkline.controller.sequences.tree_order import tree_order
 from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
 from trunkline.router.messages import Outputs
 from trunkline.runtime.process import spare_the_collector

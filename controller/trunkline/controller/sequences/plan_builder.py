@@ -7,11 +7,8 @@ share it while no sequence joins or leaves. Results come back one or two steps a
 belong to another sequence, so a result counts only if the slot still has the `batch_seq_id` that it had when the
 step was planned.
 
-Rows are put in tree order, where each shared chunk belongs to a contiguous range [i, j) of rows (ChunkAttention
-§3.1): a kernel reads it once for all of them. Chunks with the same range form one *run*. Working run by run, the
-kernel has fewer partial results to merge than chunk by chunk. Runs follow from the block tables alone: two rows
-share a chunk exactly if their tables agree up to it. They are computed only when rows join, leave or change a
-shared block.
+Rows are in tree order, with runs (`trunkline.controller.sequences.tree_order`). Both are computed only when rows
+join, leave or change a shared block.
 """
 
 from __future__ import annotations
@@ -30,6 +27,7 @@ from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.sequences.draft_source import DraftSource
 from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
 from trunkline.controller.sequences.stop_tokens import StopTokens
+from trunkline.controller.sequences.tree_order import shared_runs, text_runs, tree_order
 from trunkline.kvstore.chunks import NO_BLOCK, BlockId, Int32Array, all_of, any_of, blocks_for, pack_int32
 from trunkline.runtime.spans import StepTrace, pack_steps
 from trunkline.worker.messages import Fork, Join, StepPlan
@@ -226,9 +224,9 @@ class DecodeRows:
             return NO_ROWS, np.empty((0, 4), np.int32)
         width = int(self.block_counts[slots].max())
         tables = self.tables[slots, :width]
-        order = tree_order(tables)
+        order, depth = tree_order(tables)
         ordered = slots[order]
-        runs = shared_runs(tables[order], self.block_counts[ordered])
+        runs = shared_runs(tables[order, :depth], self.block_counts[ordered])
         texts = text_runs(self.text_blocks[ordered])
         return self.row_set(ordered), np.concatenate([runs, texts]) if len(texts) else runs
 
@@ -258,73 +256,6 @@ class DecodeRows:
         self._recent[slots, known % self._recent.shape[1]] = tokens
         self.known[slots] = known + 1
         return valid, slots, self.stops.hit(slots, tokens)
-
-
-def tree_order(tables: Int32Array) -> NDArray[np.intp]:
-    """Return an order of rows that puts equal prefixes of their block tables side by side.
-
-    Args:
-        tables: `[rows, blocks]`, padded with -1.
-
-    Returns:
-        `[rows]` indices. Rows are compared as byte strings, without the columns that all of them share
-        (docs/decisions/0002-tree-order.md).
-    """
-    rows, width = tables.shape
-    if rows < 2 or width == 0:
-        return np.arange(rows)
-    differs = (tables != tables[0]).any(axis=0)
-    common = int(differs.argmax()) if differs.any() else width - 1
-    keys = np.ascontiguousarray(tables[:, common:], dtype=">i4").view(f"S{4 * (width - common)}").reshape(rows)
-    return np.argsort(keys, kind="stable")
-
-
-def shared_runs(tables: Int32Array, block_counts: Int32Array) -> Int32Array:
-    """Return the runs of blocks that at least two rows share.
-
-    Args:
-        tables: `[rows, blocks]` in tree order.
-        block_counts: `[rows]`, entries of each table that are in use.
-
-    Returns:
-        `[runs, 4]`: row_start, row_stop, table_start, table_stop; outer runs before the runs within them.
-    """
-    rows = len(tables)
-    if rows < 2:
-        return np.empty((0, 4), dtype=np.int32)
-    different = tables[1:] != tables[:-1]
-    agreed = np.where(different.any(axis=1), different.argmax(axis=1), tables.shape[1])
-    agreed = np.minimum(agreed, np.minimum(block_counts[1:], block_counts[:-1]))
-    runs: list[tuple[int, int, int, int]] = []
-    open_runs: list[tuple[int, int]] = []  # (first row, depth in blocks), depths strictly growing
-    depths = np.append(agreed, 0)
-    changes = [0, *(np.flatnonzero(depths[1:] != depths[:-1]) + 1).tolist()]
-    for row, depth in zip(changes, depths[changes].tolist(), strict=True):  # at equal depths nothing opens or ends
-        first = row
-        while open_runs and open_runs[-1][1] > depth:
-            first, stop = open_runs.pop()
-            start = max(depth, open_runs[-1][1] if open_runs else 0)
-            runs.append((first, row + 1, start, stop))
-        if depth > (open_runs[-1][1] if open_runs else 0):
-            open_runs.append((first, depth))
-    runs.sort(key=lambda run: (run[0], -run[1]))
-    return np.array(runs, dtype=np.int32).reshape(-1, 4)
-
-
-def text_runs(text_blocks: Int32Array) -> Int32Array:
-    """Return the runs that cover texts of modules. Any rows may share these blocks, at any entries, so the workers
-    look for equal ones among all of them (`trunkline.kernels.plan.build_decode_plan`).
-
-    Args:
-        text_blocks: `[rows]`, how many entries at the beginning of each table belong to texts.
-
-    Returns:
-        `[runs, 4]` as `shared_runs`; none if fewer than two rows have texts.
-    """
-    rows = np.flatnonzero(text_blocks)
-    if len(rows) < 2:
-        return np.empty((0, 4), dtype=np.int32)
-    return np.stack([rows, rows + 1, np.zeros_like(rows), text_blocks[rows]], axis=1).astype(np.int32)
 
 
 @dataclass(slots=True)
