@@ -14,7 +14,7 @@ from controller.kv_harness import CHUNK, Bench
 from seeds import seeds
 
 from trunkline.controller.allocation.prefix_match import keep_or_compact
-from trunkline.controller.engine.requests import group_of
+from trunkline.controller.engine.requests import make_group
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import Submit
 from trunkline.controller.sequences.sequence import Request, Sequence
@@ -84,7 +84,7 @@ class Editors:
         bench = self._bench
         packed = pack_int32([end for drop in drops for end in drop])
         submit = Submit(bench.step, pack_int32(history), len(history), 4, Sampling(), drops=packed)
-        group = group_of(Request.of(bench.step, submit), bench.step, submit.sampling, bench.tree, CONFIG)
+        group = make_group(Request.of(bench.step, submit), bench.step, submit.sampling, bench.tree, CONFIG)
         sequence = group.members[0]
         keep_or_compact(bench.tree, sequence, bench.step + 1)
         plan = bench.admit(sequence)

@@ -270,7 +270,7 @@ def join_shown(join: Join) -> str:
     """Tell who joins."""
     blocks = ranges(unpack_int32(join.blocks).tolist())
     place = join.beam_position
-    beam = f", beam {place.index} of search {place.group}" if place is not None else ""
+    beam = f", beam {place.index} of search {place.search}" if place is not None else ""
     extents = f", extents {rows_of(join.extents, 5)}" if join.extents else ""
     tokens = ranges(unpack_int32(join.tokens).tolist())
     prompt = f"prompt of {join.prompt_len}"

@@ -82,17 +82,17 @@ class Searches:
 
     def sit(self, batch_seq_id: int, beam_position: BeamPosition) -> None:
         """A member joins or is forked."""
-        assert beam_position.group not in self._ended, "a search's id was used twice"
+        assert beam_position.search not in self._ended, "a search's id was used twice"
         search = self.by_group.setdefault(
-            beam_position.group, Search(beam_position.width, beam_position.candidates, beam_position.stop_ids)
+            beam_position.search, Search(beam_position.width, beam_position.candidates, beam_position.stop_ids)
         )
         search.sit(batch_seq_id, beam_position)
 
     def leave(self, positions: list[BeamPosition]) -> None:
         """Members leave; all of a search at once, and the copies it had left to do are forgotten with it."""
         for beam_position in positions:
-            del self.by_group[beam_position.group].members[beam_position.index]
-        for group in {beam_position.group for beam_position in positions}:
+            del self.by_group[beam_position.search].members[beam_position.index]
+        for group in {beam_position.search for beam_position in positions}:
             assert not self.by_group[group].members, "a part of a beam search left"
             del self.by_group[group]
             self._ended.add(group)
@@ -108,7 +108,7 @@ class Searches:
         """All members of a search decode in the same steps."""
         present = set(rows)
         groups = {
-            beam_position.group
+            beam_position.search
             for batch_seq_id in rows
             if (beam_position := residents[batch_seq_id].beam_position) is not None
         }

@@ -437,7 +437,7 @@ class SimulatedWorkers:
             self.residents[batch_seq_id].tokens.append(token)
         beams: dict[int, BeamStep] = {}
         groups = {
-            beam_position.group: None
+            beam_position.search: None
             for batch_seq_id in order
             if (beam_position := self.residents[batch_seq_id].beam_position) is not None
         }

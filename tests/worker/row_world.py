@@ -184,11 +184,11 @@ class RowWorld:
     def _leave(self) -> None:
         gone = self.rows[int(self.rng.integers(0, len(self.rows)))]
         beam = gone.beam_position
-        search = None if beam is None else beam.group
+        search = None if beam is None else beam.search
         self.rows = [
             row
             for row in self.rows
-            if row is not gone and (row.beam_position is None or row.beam_position.group != search)
+            if row is not gone and (row.beam_position is None or row.beam_position.search != search)
         ]
         self.rows_changed = True
 
@@ -205,7 +205,7 @@ class RowWorld:
         searches: dict[int, list[BatchSequence]] = {}
         for row in self.rows:
             if row.beam_position is not None:
-                searches.setdefault(row.beam_position.group, []).append(row)
+                searches.setdefault(row.beam_position.search, []).append(row)
         for members in searches.values():
             before = [list(row.blocks) for row in members]
             for row in members:

@@ -29,7 +29,7 @@ from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import BeamPosition, Fork, Join, Sampling, StepPlan
 from trunkline.worker.runner import Runner
-from trunkline.worker.sampling.beams import BeamGroup, Scores
+from trunkline.worker.sampling.beams import RunningSearch, Scores
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -192,7 +192,7 @@ def test_beams_that_stay_change_no_table() -> None:
     assert group.copies.tolist() == [[8, 9, 0, 3]]
 
 
-def make_group(tables: list[list[int]], tokens: int) -> tuple[BeamGroup, list[BatchSequence]]:
+def make_group(tables: list[list[int]], tokens: int) -> tuple[RunningSearch, list[BatchSequence]]:
     """A search whose beams have the block tables, `tokens` of each being computed."""
     positions = [BeamPosition(1, index, len(tables)) for index in range(len(tables))]
     members = [
@@ -203,7 +203,7 @@ def make_group(tables: list[list[int]], tokens: int) -> tuple[BeamGroup, list[Ba
         )
         for i, table in enumerate(tables)
     ]
-    group = BeamGroup(positions[0])
+    group = RunningSearch(positions[0])
     for member, beam_position in zip(members, positions, strict=True):
         group.add(member, beam_position)
     return group, members

@@ -107,7 +107,7 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
 class BeamPosition(msgspec.Struct, array_like=True, frozen=True):
     """A sequence's place in a beam search (PagedAttention §4.4), whose members are drawn together."""
 
-    group: int
+    search: int
     """Id of the search, new each time it joins the batch; never used twice within an epoch."""
     index: int
     """Rank of the beam, 0 the best."""

@@ -426,7 +426,7 @@ class Runner:
         self._sequences.apply(plan)
         if plan.leaves:
             gone = unpack_int32(plan.leaves).tolist()
-            if self._searches.group_of:
+            if self._searches.search_of:
                 self._searches.remove(gone)
             self._sampler.forget(gone)
             if self._pooler is not None:
@@ -449,7 +449,7 @@ class Runner:
         if plan.thinned:
             thin_blocks(self.pool, unpack_int32(plan.thinned))
         orders = [unpack_int32(plan.copies, columns=4)] if plan.copies else []
-        if self._searches.group_of:
+        if self._searches.search_of:
             orders.insert(0, self._searches.take_copies())
         for copies in orders:
             if not len(copies):

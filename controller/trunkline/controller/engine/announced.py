@@ -5,7 +5,7 @@ from __future__ import annotations
 from trunkline.controller.allocation.prefix_match import match_prefix
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.engine.events import ExpectRequest
-from trunkline.controller.engine.requests import group_of
+from trunkline.controller.engine.requests import make_group
 from trunkline.controller.engine.validation import is_expectable
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.sequences.sequence import Request
@@ -29,7 +29,7 @@ def expect_prompt(
         return prefetcher.announce_path(path, holders, now, config.session_ttl_s)
     if not is_expectable(request, config):
         return 0, 0
-    group = group_of(request, 0, request.submit.sampling, tree, config, is_announced=True)
+    group = make_group(request, 0, request.submit.sampling, tree, config, is_announced=True)
     return prefetcher.announce(group, step, now)
 
 
@@ -43,7 +43,7 @@ def forget_prompt(
     """
     if not is_expectable(request, config):
         return
-    group = group_of(request, 0, request.submit.sampling, tree, config, is_announced=True)
+    group = make_group(request, 0, request.submit.sampling, tree, config, is_announced=True)
     tokens = group.members[0].tokens
     found = match_prefix(tree, group.members[0], tokens.count, step)
     if found is None or found.match.pending is not None:

@@ -49,8 +49,8 @@ from trunkline.controller.engine.requests import (
     RequestTable,
     apply_step_result,
     from_its_start,
-    group_of,
     inflight_step,
+    make_group,
 )
 from trunkline.controller.engine.text_calls import call_texts
 from trunkline.controller.engine.validation import problem_of_request
@@ -321,7 +321,7 @@ class Engine:
         if request.submit.grammar is not None:
             entry = self.grammars.use(request.submit.grammar, request.id)
             sampling = msgspec.structs.replace(sampling, grammar=entry.id)
-        group = group_of(request, arrival, sampling, self.scheduler.kv.tree, self.config)
+        group = make_group(request, arrival, sampling, self.scheduler.kv.tree, self.config)
         self._requests.groups[request.id] = group
         if survivor is not None and not restore(survivor, group, sampling):
             detail = f"the workers are new and hold {request.longest(self.config)} tokens, fewer than it has"

@@ -1,7 +1,7 @@
 """Requests from their arrival to their end: their groups, and the tokens that results of steps bring them. Pure.
 
-Request ──► group_of ──► queue, batch ──► StepResult ──► apply_step_result ──► tokens, ends ──► EngineOutputs
-              └─ waits for its grammar (`grammar_book.py`)
+Request ──► make_group ──► queue, batch ──► StepResult ──► apply_step_result ──► tokens, ends ──► EngineOutputs
+                └─ waits for its grammar (`grammar_book.py`)
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def from_its_start(request: Request) -> Request:
     return request
 
 
-def group_of(
+def make_group(
     request: Request,
     arrival: int,
     sampling: Sampling,
@@ -233,16 +233,16 @@ def group_of(
         sampling: the request's sampling parameters, with the engine's additions.
         is_announced: whether the request is only expected; then the group is never computed.
     """
-    group = _group_of(request, arrival, sampling, tree, config, is_announced=is_announced)
+    group = _make_group(request, arrival, sampling, tree, config, is_announced=is_announced)
     shorter = shorten_history(request, tree) if request.drops and config.prefix_cache else None
     if shorter is not None:
-        other = _group_of(shorter, arrival, sampling, tree, config, is_announced=is_announced)
+        other = _make_group(shorter, arrival, sampling, tree, config, is_announced=is_announced)
         if known_tokens(tree, other) > known_tokens(tree, group):
             return other
     return group
 
 
-def _group_of(
+def _make_group(
     request: Request,
     arrival: int,
     sampling: Sampling,
@@ -306,7 +306,7 @@ def inflight_step(requests: RequestTable, plan: PlanBuilder, rows: DecodeRows) -
 def _searches_of(places: RowSet, rows: DecodeRows) -> frozenset[int]:
     beams = [rows.sequences[slot] for slot in places.slots[places.samples == BEAM].tolist()]
     return frozenset(
-        beam.beam_position.group for beam in beams if beam is not None and beam.beam_position is not None
+        beam.beam_position.search for beam in beams if beam is not None and beam.beam_position is not None
     )
 
 

@@ -51,7 +51,7 @@ class Forks:
         """Clear the ids of a sequence that has left the batch."""
         sequence.batch_seq_id = 0
         if sequence.beam_position is not None:
-            self.searches.pop(sequence.beam_position.group, None)
+            self.searches.pop(sequence.beam_position.search, None)
             sequence.beam_position = None
 
     def fork(self, parent: Sequence, plan: PlanBuilder, kv: KVCacheManager, rows: DecodeRows) -> None:
@@ -63,7 +63,7 @@ class Forks:
             sampling = msgspec.structs.replace(parent.sampling, seed=seed, prompt_logprobs=-1)
             child = Sequence(group, index, TokenBuffer(parent.tokens.view()), sampling)
             if parent.beam_position is not None and group.search is not None:
-                child.beam_position = self._position_of(group.search, parent.beam_position.group, index)
+                child.beam_position = self._position_of(group.search, parent.beam_position.search, index)
             kv.fork(parent, child, parent.tails.pop() if partial else None)
             child.phase = Phase.DECODE
             child.batch_seq_id = kv.next_batch_seq_id

@@ -112,6 +112,7 @@ class View(msgspec.Struct, frozen=True):
     matched_tokens: IntArray
     """Prompt tokens that each controller has cached, in any tier."""
     inflight: FloatArray
+    """This array and those up to `kv_used` are as in `Loads`."""
     own_inflight: FloatArray
     queued: FloatArray
     own_queued: FloatArray
@@ -119,12 +120,13 @@ class View(msgspec.Struct, frozen=True):
     running: FloatArray
     kv_used: FloatArray
     costs: FloatArray
-    """Cost of the request at each controller, by the prefix-aware rule."""
+    """Cost of the request at each controller by the prefix-aware rule, in prompt tokens to compute, weighted by
+    load (docs/routing.md)."""
     session: str
     place: int
     """The controller to which this router sent the session's last request; -1: not known."""
     home: int
-    """The controller that keeps the record of the request's session or schema; -1: there is none."""
+    """The controller where the modules of the request's schema are pinned; -1: there is none."""
     names: Sequence[str]
     """The controllers' names."""
     tail: int = -1

@@ -75,7 +75,7 @@ class Weighed:
     """Prompt tokens that each controller has, `[controllers, 4]`: on the device, in host memory, on disk,
     expected."""
     costs: NDArray[np.float64]
-    """Cost of each controller by the prefix-aware rule."""
+    """Cost of each controller by the prefix-aware rule (`View.costs`)."""
     names: Sequence[str]
     """The controllers' names; "": there is no such controller. Arrays may have further rows that mean nothing."""
 

@@ -1,6 +1,6 @@
 """Beam searches on the workers' side: which beams go on, and how their sequences change.
 
-Rank 0 chooses from the logits (`BeamPositions.choose`), all ranks carry it out (`BeamGroup.advance`). The members
+Rank 0 chooses from the logits (`BeamPositions.choose`), all ranks carry it out (`RunningSearch.advance`). Members
 of a search are ordinary sequences and rows; a step changes what they contain, never which they are: member i is
 the search's i-th best beam, and block tables move between the members (PagedAttention §4.4). Full blocks are
 referred to by as many members as go on from them; only a tail that several of them go on from is copied, at the
@@ -43,11 +43,11 @@ class Continuations(NamedTuple):
     """Sum of log-probabilities of each continuation."""
 
 
-class BeamGroup:
+class RunningSearch:
     """One beam search, from the join of its members until they leave the batch."""
 
     def __init__(self, beam_position: BeamPosition) -> None:
-        self.id = beam_position.group
+        self.id = beam_position.search
         self.width = beam_position.width
         self.candidates = beam_position.candidates
         self.stop_ids = unpack_int32(beam_position.stop_ids)
@@ -140,7 +140,7 @@ class BeamGroup:
 class _Placed(NamedTuple):
     """The places of one search's members in the batch."""
 
-    group: BeamGroup
+    search: RunningSearch
     places: IndexArray
     """Index of each member of the search among the samples, `[width]`."""
     lines: IndexArray
@@ -151,7 +151,7 @@ class _Placed(NamedTuple):
 class BeamPositions:
     """Which samples of a batch belong to searches; stays valid while the samples are the same."""
 
-    def __init__(self, batch: ForwardBatch, groups: dict[int, BeamGroup]) -> None:
+    def __init__(self, batch: ForwardBatch, running: dict[int, RunningSearch]) -> None:
         """
         Raises:
             PlanError: a search of which some members are in the batch and some are not.
@@ -159,21 +159,23 @@ class BeamPositions:
         first_fork = batch.sampled_rows
         rows = np.array([*range(first_fork), *batch.fork_rows], dtype=np.intp)
         place = {sample.id: index for index, sample in enumerate(batch.samples)}
-        found = dict.fromkeys(s.beam_position.group for s in batch.samples if s.beam_position is not None)
+        found = dict.fromkeys(s.beam_position.search for s in batch.samples if s.beam_position is not None)
         self.searches: list[_Placed] = []
         beam_rows: list[int] = []
         for id_ in found:
-            if id_ not in groups:
+            if id_ not in running:
                 raise PlanError(f"search {id_} has ended, but some of its beams are still in the batch")
-            group = groups[id_]
-            missing = [member.id for member in group.members if member.id not in place]
+            search = running[id_]
+            missing = [member.id for member in search.members if member.id not in place]
             if missing:
-                raise PlanError(f"search {group.id}: of its beams, {missing} are not in the batch with the others")
-            places = np.array([place[member.id] for member in group.members], dtype=np.intp)
+                raise PlanError(
+                    f"search {search.id}: of its beams, {missing} are not in the batch with the others"
+                )
+            places = np.array([place[member.id] for member in search.members], dtype=np.intp)
             own = list(dict.fromkeys(rows[places].tolist()))
-            if len(own) not in (1, group.width):
-                raise PlanError(f"search {group.id}: {group.width} beams have {len(own)} rows of logits")
-            self.searches.append(_Placed(group, places, np.arange(len(beam_rows), len(beam_rows) + len(own))))
+            if len(own) not in (1, search.width):
+                raise PlanError(f"search {search.id}: {search.width} beams have {len(own)} rows of logits")
+            self.searches.append(_Placed(search, places, np.arange(len(beam_rows), len(beam_rows) + len(own))))
             beam_rows += own
         self._select_rows(beam_rows, batch)
         others = [index for index, s in enumerate(batch.samples) if s.beam_position is None]
@@ -182,7 +184,7 @@ class BeamPositions:
         self.other_samples = [batch.samples[index] for index in others]
         self.other_rows = rows[self.others]
         """Logits rows of the samples that are no beams."""
-        self.members = sum(search.group.width for search in self.searches)
+        self.members = sum(placed.search.width for placed in self.searches)
 
     def _select_rows(self, beam_rows: list[int], batch: ForwardBatch) -> None:
         first = min(beam_rows)
@@ -203,10 +205,10 @@ class BeamPositions:
         rows = self._rows
         beams = logits[rows if isinstance(rows, slice) else rows.to(logits.device)]
         totals = np.zeros(len(beams), dtype=np.float32)
-        for search in self.searches:
-            totals[search.lines] = search.group.scores[: len(search.lines)]
+        for placed in self.searches:
+            totals[placed.lines] = placed.search.scores[: len(placed.lines)]
         scores = Scores(beams.log_softmax(dim=-1), torch.from_numpy(totals).to(beams.device))
-        return [scores.best(search.lines, search.group.candidates) for search in self.searches]
+        return [scores.best(placed.lines, placed.search.candidates) for placed in self.searches]
 
 
 class Scores:
@@ -272,8 +274,8 @@ class BeamSearches:
     """All searches that this worker knows, and the copies that their last steps left to do."""
 
     def __init__(self) -> None:
-        self._groups: dict[int, BeamGroup] = {}
-        self.group_of: dict[int, BeamGroup] = {}
+        self._running: dict[int, RunningSearch] = {}
+        self.search_of: dict[int, RunningSearch] = {}
         """The search of each beam, by sequence id. While this is empty, no method need be called."""
         self._positions: BeamPositions | None = None
 
@@ -286,30 +288,30 @@ class BeamSearches:
         beam_position = sequence.beam_position
         if beam_position is None:
             return
-        group = self._groups.get(beam_position.group)
-        if group is None:
-            group = self._groups[beam_position.group] = BeamGroup(beam_position)
-        group.add(sequence, beam_position)
-        self.group_of[sequence.id] = group
+        search = self._running.get(beam_position.search)
+        if search is None:
+            search = self._running[beam_position.search] = RunningSearch(beam_position)
+        search.add(sequence, beam_position)
+        self.search_of[sequence.id] = search
 
     def remove(self, sequences: list[int]) -> None:
         """Note sequences that left. A search ends with the first of its beams, and copies that the search left to
         do are dropped: the blocks may have other owners already."""
         for sequence in sequences:
-            group = self.group_of.pop(sequence, None)
-            if group is not None:
-                self._groups.pop(group.id, None)
-        if not self.group_of:
+            search = self.search_of.pop(sequence, None)
+            if search is not None:
+                self._running.pop(search.id, None)
+        if not self.search_of:
             self._positions = None
 
     def take_copies(self) -> Int32Array:
         """Return the copies to make, int32 `[n, 4]` for one call of `copy_blocks`, and forget them."""
-        waiting = [group for group in self._groups.values() if len(group.copies)]
+        waiting = [search for search in self._running.values() if len(search.copies)]
         if not waiting:
             return _NO_COPIES
-        copies = np.concatenate([group.copies for group in waiting])
-        for group in waiting:
-            group.copies = _NO_COPIES
+        copies = np.concatenate([search.copies for search in waiting])
+        for search in waiting:
+            search.copies = _NO_COPIES
         return copies
 
     def positions(self, batch: ForwardBatch) -> BeamPositions | None:
@@ -320,7 +322,7 @@ class BeamSearches:
         """
         if batch.samples_changed:
             has_beams = any(sample.beam_position is not None for sample in batch.samples)
-            self._positions = BeamPositions(batch, self._groups) if has_beams else None
+            self._positions = BeamPositions(batch, self._running) if has_beams else None
         return self._positions
 
 

@@ -83,7 +83,7 @@ class Selector:
 
     def _look_at(self, batch: ForwardBatch) -> BeamPositions | None:
         """Forget what was known of other rows; return the places of beams."""
-        positions = self._searches.positions(batch) if self._searches.group_of else None
+        positions = self._searches.positions(batch) if self._searches.search_of else None
         if batch.samples_changed:
             self._sampler_is_current = False
             self._plain_greedy = positions is None and is_plain_greedy(batch.samples)
@@ -147,9 +147,9 @@ class Selector:
         """Return parents and tokens of the next beams, int32 `[2, members]`, search by search."""
         found = positions.choose(logits)
         selection.beams = {
-            search.group.id: report(best) for search, best in zip(positions.searches, found, strict=True)
+            placed.search.id: report(best) for placed, best in zip(positions.searches, found, strict=True)
         }
-        chosen = [search.group.choose(best) for search, best in zip(positions.searches, found, strict=True)]
+        chosen = [placed.search.choose(best) for placed, best in zip(positions.searches, found, strict=True)]
         return np.concatenate([np.stack(pair) for pair in chosen], axis=1)
 
     def _sample(
@@ -200,11 +200,11 @@ class Selector:
 
     def _advance_beams(self, decision: Int32Array, positions: BeamPositions, count: int) -> bool:
         changed = False
-        for search in positions.searches:
-            parents = decision[count : count + search.group.width].tolist()
-            tokens = decision[search.places].tolist()
-            changed |= search.group.advance(parents, tokens, self._chunk_size)
-            count += search.group.width
+        for placed in positions.searches:
+            parents = decision[count : count + placed.search.width].tolist()
+            tokens = decision[placed.places].tolist()
+            changed |= placed.search.advance(parents, tokens, self._chunk_size)
+            count += placed.search.width
         return changed
 
     def _agree_on_largest(self, logits: Tensor, batch: ForwardBatch) -> Int32Array:
@@ -253,7 +253,7 @@ def _merge(ids: Tensor, beams: Int32Array, positions: BeamPositions, count: int)
     the token of every sample in the samples' order, then the parent of every beam, search by search."""
     decision = np.empty(count + positions.members, dtype=np.int64)
     decision[positions.others] = ids.cpu().numpy()
-    decision[np.concatenate([search.places for search in positions.searches])] = beams[1]
+    decision[np.concatenate([placed.places for placed in positions.searches])] = beams[1]
     decision[count:] = beams[0]
     return torch.from_numpy(decision).to(ids.device)
 
