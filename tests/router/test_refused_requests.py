@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections.abc import Iterator
@@ -304,6 +305,19 @@ def test_bad_json(http: httpx.Client, body: bytes) -> None:
         response = http.post(path, content=body)
         assert response.status_code == 400, response.text
         assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_bodies_with_an_encoding(http: httpx.Client) -> None:
+    """A compressed one is called so, not JSON with an error at its start. Of others the header says nothing."""
+    body = json.dumps({"prompt": "Hi", "max_tokens": 2}).encode()
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    refused = http.post("/v1/completions", content=gzip.compress(body), headers=headers)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"]) == (415, "unsupported_media_type")
+    assert "'gzip'" in error["message"]
+    assert http.post("/v1/completions", content=body, headers=headers).status_code == 200
+    wrong = http.post("/v1/completions", content=b"[]", headers={"Content-Type": "application/json"})
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "invalid_json")
 
 
 def test_context_length(http: httpx.Client, fake: FakeController) -> None:

@@ -275,7 +275,10 @@ async def read_request(
     body = await read_body(request, bytes_max)
 
     def parse() -> _Model:
-        fields = to_object(body)
+        try:
+            fields = to_object(body)
+        except ApiError as error:
+            raise _with_encoding(error, request) from None
         if "session_id" in model.__pydantic_fields__ and fields.get("session_id") is None:
             label = session_header(request)
             if label is not None:
@@ -285,6 +288,16 @@ async def read_request(
         return validate(model, fields)
 
     return await beside_loop(request, parse)
+
+
+def _with_encoding(error: ApiError, request: Request) -> ApiError:
+    """Return the error that a client gets for a body that cannot be parsed: perhaps it is compressed. Some clients
+    send this header with bodies that are not, so it says nothing about those that can be parsed."""
+    encoding = headers_of(request.scope).get("content-encoding", "")
+    if error.code != "invalid_json" or not encoding:
+        return error
+    message = f"the body's Content-Encoding is {encoding[:40]!r}; please send it as it is: nothing is unpacked"
+    return ApiError(415, message, code="unsupported_media_type")
 
 
 async def beside_loop(request: Request, work: Callable[[], _Result]) -> _Result:
