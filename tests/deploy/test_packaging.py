@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.area("wheel"), pytest.mark.time
 
 def build(kind: str, folder: Path) -> Path:
     """Build a wheel or a source archive. The kernels are compiled apart, without optimisation and for the oldest
-    machine only, in a sixth of the time: the installation that runs this test has compiled them with all."""
+    machine only, in a fifth of the time: the installation that runs this test has compiled them with all."""
     options = {
         "cmake.build-type": "Debug",
         "cmake.define.TRUNKLINE_LEVELS": "0",
