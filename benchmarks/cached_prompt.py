@@ -1,14 +1,16 @@
 """First tokens of cached prompts, beside decode steps: time, and CPU time by process.
 
     python benchmarks/cached_prompt.py [--quick] [--rounds 20] [--programs PATH,PATH] [--model small]
-                                       [--dtype bfloat16] [--tokens 2048] [--stages] [--json PATH]
+                                       [--dtype bfloat16] [--tokens 2048] [--pause 0.03] [--disk-tier 0]
+                                       [--stages] [--json PATH]
 
 Runs `trunkline serve` of each program (default: this environment's) with one worker, all at once, and asks them by
 turns, one request at a time, over one connection that stays open. A round sends a new prompt to each, then the
 same with another last token (measured), and then with a third one, from which it decodes (measured, too). The
 client is a plain socket, because a client library takes milliseconds of the same processors. CPU time is the
-kernel's count, as in token_cpu.py, and has what a request costs behind its last token. With `--stages` the first
-of the two measured requests is traced, and its way from the first byte to the token told in parts
+kernel's count, as in token_cpu.py, and has what a request costs behind its last token. With `--pause 0` a request
+comes straight behind the one before, and what servers still do for that one is in its time. With `--stages` the
+first of the two measured requests is traced, and its way from the first byte to the token told in parts
 (trace_stages.py); CPU time then has the making and sending of spans in it.
 """
 
@@ -37,8 +39,8 @@ from trace_stages import is_whole, stages
 from trunkline.runtime.tracing import wall_offset_ns
 
 DECODED: Final = 24
-SETTLE_S: Final = 0.03
-"""Pause after a request, in which its end is taken in everywhere."""
+LOOK_S: Final = 0.03
+"""Time between two looks for spans."""
 
 
 class Client:
@@ -105,7 +107,7 @@ class Traces:
         while not is_whole(spans := self._collector.of(trace)):
             if time.perf_counter() > end:
                 raise SystemExit(f"of a traced request only {sorted(seen.name for seen in spans)} came")
-            time.sleep(SETTLE_S)
+            time.sleep(LOOK_S)
         sent_ns += self._offset_ns
         return stages(spans, sent_ns, sent_ns + round(1e9 * first_s))
 
@@ -114,17 +116,17 @@ class Traces:
 
 
 def measured(
-    client: Client, roles: dict[str, psutil.Process], tokens: int, traces: Traces | None
+    client: Client, roles: dict[str, psutil.Process], tokens: int, pause_s: float, traces: Traces | None
 ) -> dict[str, float]:
     """Return the figures of one round: milliseconds, and microseconds of CPU."""
     prompt = client.prompt(tokens)
     client.times(prompt, 2)
-    time.sleep(SETTLE_S)
+    time.sleep(pause_s)
     before = {role: cpu_us(process)[1] for role, process in roles.items()}
     trace = secrets.token_hex(16) if traces else ""
     first = client.times([*prompt[:-1], *client.prompt(1)], 1, trace)[0]
     sent_ns = client.sent_ns
-    time.sleep(SETTLE_S)
+    time.sleep(pause_s)
     spent = {f"{role} CPU": cpu_us(process)[1] - before[role] for role, process in roles.items()}
     stream = client.times([*prompt[:-1], *client.prompt(1)], DECODED)
     step = median(after - at for at, after in pairwise(stream[1:]))
@@ -140,6 +142,8 @@ def main() -> None:
     parser.add_argument("--model", default="small", help="what to serve; small: the model of small_model.py")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tokens", type=int, default=2048, help="of a prompt (%(default)s)")
+    parser.add_argument("--pause", type=float, default=0.03, help="seconds behind each request (%(default)s)")
+    parser.add_argument("--disk-tier", default="0", help="of each server, as its option")
     parser.add_argument("--stages", action="store_true", help="tell the first token's time in parts, from traces")
     arguments = parser.parse_args()
     programs, rounds = arguments.programs.split(","), 4 if arguments.quick else arguments.rounds
@@ -148,7 +152,7 @@ def main() -> None:
     with ExitStack() as stack:
         os.environ["TRUNKLINE_DTYPE"] = arguments.dtype
         traces = stack.enter_context(closing(Traces())) if arguments.stages else None
-        options = traces.options if traces else ()
+        options = ("--disk-tier", arguments.disk_tier, *(traces.options if traces else ()))
         servers = {program: stack.enter_context(serving(program, model, 1, *options)) for program in programs}
         clients, roles = {}, {}
         for program, server in servers.items():
@@ -157,7 +161,8 @@ def main() -> None:
             clients[program], roles[program] = Client(server, 1), found(server)
         for turn in range(rounds):
             for program in programs[turn % len(programs) :] + programs[: turn % len(programs)]:
-                figures[program].append(measured(clients[program], roles[program], arguments.tokens, traces))
+                client, role = clients[program], roles[program]
+                figures[program].append(measured(client, role, arguments.tokens, arguments.pause, traces))
     report = Report("cached_prompt")
     for program, values in figures.items():
         case = {"program": program, "model": arguments.model, "tokens": arguments.tokens}
