@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import areas
@@ -21,9 +22,10 @@ from watched import watched
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 """Torch's threads wait asleep, in processes that tests start as well. Where another test has the core of one, the
 others would spin for it: tests of adapters by the reference on two threads took five times as much of the CPUs."""
-os.environ |= {"SSL_CERT_FILE": "", "SSL_CERT_DIR": os.devnull}
-"""No certificates of authorities: clients of httpx read all of them when they are made, which took 21 ms for each,
-more than most requests of these tests. None speaks TLS to a server that an authority vouches for."""
+os.environ |= {"SSL_CERT_FILE": str(Path(__file__).with_name("authority.pem")), "SSL_CERT_DIR": os.devnull}
+"""The certificate of one authority, whose key nobody has. Clients of httpx read all that there are when they are
+made, which took 21 ms for each, more than most requests of these tests; object stores' clients need one. No test
+speaks TLS to a server that an authority vouches for."""
 SLEEP_S_MAX = 0.02
 """An unmarked test may give way to another thread, not wait for the clock."""
 CHOICE = pytest.StashKey[str]()
