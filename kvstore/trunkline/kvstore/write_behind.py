@@ -26,7 +26,7 @@ class WriteBehind(Generic[ChunkT]):
     def __init__(self, tiers: Iterable[TierKind], config: DirectoryConfig) -> None:
         self._config = config
         self.queues: dict[TierKind, OrderedDict[ChunkT, float]] = {tier: OrderedDict() for tier in tiers}
-        """The chunks that are not in that tier yet, oldest first, each with the time when `next` first saw it;
+        """The chunks that are not in that tier yet, oldest first, each with the time when `see` first saw it;
         `inf`: it has not."""
         self.is_hurried = False
         """Whether chunks are written at once, because the system is about to stop."""
