@@ -245,6 +245,7 @@ def _layers(app: Application, service: RouterService) -> ASGIApp:
         metrics=metrics,
         paths=_PATHS | ui.PATHS,
         on_over=service.large_requests.release,
+        turns=service.dispatcher.turns,
         conversations=lambda: service.models.conversations,
     )
 

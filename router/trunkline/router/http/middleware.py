@@ -37,6 +37,7 @@ from trunkline.router.http.answers import (
 )
 from trunkline.router.http.headers import RequestHeaders, headers_of
 from trunkline.router.request_context import AdapterChoice, known
+from trunkline.router.streams.loop_turns import LoopTurns
 from trunkline.router.telemetry.metrics import Metrics
 from trunkline.router.telemetry.request_record import PROVIDER, RequestRecord, RequestTrace, operation_of
 from trunkline.router.tenancy.auth import (
@@ -86,6 +87,8 @@ class RequestMiddleware:
         paths: frozenset[str],
         on_over: Callable[[Scope], None] = lambda scope: None,
         conversations: Callable[[], ConversationMemory | None] = lambda: None,
+        *,
+        turns: LoopTurns,
     ) -> None:
         """
         Args:
@@ -94,6 +97,7 @@ class RequestMiddleware:
                 series.
             on_over: called with the scope of each request that is over.
             conversations: returns what the router remembers of conversations.
+            turns: in which requests begin.
         """
         self._app = app
         self._metrics = metrics
@@ -101,6 +105,7 @@ class RequestMiddleware:
         self._tracer = metrics.tracer
         self._on_over = on_over
         self._conversations = conversations
+        self._turns = turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry point."""
@@ -109,6 +114,7 @@ class RequestMiddleware:
         request_id = given if _GOOD_ID.fullmatch(given) else os.urandom(16).hex()
         path = self._label(scope["path"])
         record, began, status = self._record(request_id, path, headers), time.monotonic(), 0
+        await self._turns.enter()
 
         async def send_with_id(message: Message) -> None:
             nonlocal status

@@ -36,6 +36,7 @@ from trunkline.router.streams.courier import identity_of, room_of
 from trunkline.router.streams.health import describe
 from trunkline.router.streams.link import ControllerLink, Standing
 from trunkline.router.streams.links import Links
+from trunkline.router.streams.loop_turns import LoopTurns
 from trunkline.router.streams.planned import PlannedContinuations, only_first
 from trunkline.router.streams.streams import ALL, Attempt, End, RoutedRequest, Stream
 from trunkline.router.streams.submissions import continuation, end_of, submission
@@ -85,6 +86,8 @@ class Dispatcher:
             on_planned: see `PlannedContinuations`.
         """
         self.core = core
+        self.turns = LoopTurns()
+        """In which requests begin and end."""
         self._served: set[str] = set()
         """The models of which a controller has ever been ready."""
         self._links = links
@@ -133,6 +136,7 @@ class Dispatcher:
             self._drop_sample,
             wants_logprobs=job.sampling.reports,
             samples=job.decoding.samples if job.decoding.beam is None else 1,
+            turns=self.turns,
         )
         routed = self._routed[stream.request] = RoutedRequest(
             stream.request, job, route, stream, record=current_record()

@@ -32,6 +32,7 @@ from trunkline.router.jobs.job import Job
 from trunkline.router.messages import BeamsFound, Finished, FinishReason, Hypothesis, PromptScored, Started
 from trunkline.router.routing.request import Left, RouteRequest
 from trunkline.router.streams.draft_counts import DraftCounts
+from trunkline.router.streams.loop_turns import LoopTurns
 from trunkline.router.streams.takers import Taker
 from trunkline.router.telemetry.request_record import AttemptTrace, RequestRecord
 from trunkline.runtime.spans import SpanContext
@@ -99,8 +100,8 @@ class Stream:
     """The tokens of one request, in the order of arrival, for one reader."""
 
     __slots__ = (
-        *("_batch", "_drop", "_is_offered", "_release", "_running", "_taker", "_waiter", "_wants_logprobs"),
-        *("drafts", "outputs", "prompt_logprobs", "request", "samples", "served", "started"),
+        *("_batch", "_drop", "_is_offered", "_release", "_running", "_taker", "_turns", "_waiter"),
+        *("_wants_logprobs", "drafts", "outputs", "prompt_logprobs", "request", "served", "started"),
     )
 
     def __init__(
@@ -111,11 +112,13 @@ class Stream:
         *,
         wants_logprobs: bool = False,
         samples: int = 1,
+        turns: LoopTurns | None = None,
     ) -> None:
         """
         Args:
             release: `release(request, abort)` makes the dispatcher forget the request; called exactly once.
             drop: `drop(request, sample)` makes the controller end one of several samples.
+            turns: in which the reader gets the end; None: it gets it at once.
         """
         self.request = request
         self.started: Started | None = None
@@ -128,17 +131,21 @@ class Stream:
         """All tokens that have arrived, by sample."""
         self._release: Callable[[int, bool], None] | None = release
         self._wants_logprobs = wants_logprobs
-        self.samples = samples
-        """Number of samples that the request began with."""
         self._running = set(range(samples))
         self.served: tuple[ControllerLink, int] | None = None
         """The controller whose attempt has ended last, and the request's number there."""
         self._drop = drop
+        self._turns = turns
         self._batch = self._fresh()
         self._waiter: asyncio.Future[None] | None = None
         self._taker: Taker | None = None
         self._is_offered = False
         """Whether `offer` is about to be called."""
+
+    @property
+    def samples(self) -> int:
+        """Number of samples that the request began with."""
+        return len(self.outputs)
 
     @property
     def running(self) -> frozenset[int]:
@@ -245,6 +252,8 @@ class Stream:
         while not (batch.tokens or batch.end is not None or batch.ended):
             await self._wait()
         self._batch = self._fresh()
+        if batch.end is not None and self._turns is not None:
+            await self._turns.enter()  # a step may end many streams
         return batch
 
     def take_with(self, taker: Taker) -> None:
