@@ -56,12 +56,13 @@ def test_sigterm_drains_and_leaves(place: Path, controller: FakeController) -> N
         time.sleep(1.5)
         assert cpu_seconds(process.pid) - before <= 0.05, "an idle router sleeps"
         process.send_signal(signal.SIGINT)  # a Ctrl-C meant for the supervisor
-        controller.behaviour.seconds_per_token = 0.03
+        controller.behaviour.hold = True
         thread, results = in_background(url)
         wait_until(lambda: controller.live == 1)
         process.send_signal(signal.SIGTERM)
-        wait_until(lambda: httpx.post(f"{url}/v1/chat/completions", json=CHAT).status_code == 503)
-        assert httpx.get(f"{url}/health").status_code == 503
+        wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
+        assert httpx.post(f"{url}/v1/chat/completions", json=CHAT).status_code == 503
+        controller.behaviour.hold = False
         thread.join()
         assert results[0].json()["choices"][0]["message"]["content"] == ANSWER
         assert process.wait(30) == 0
