@@ -112,21 +112,44 @@ class Layer:
         )
 
 
+class LimitMeter:
+    """What the machine gives at this moment; a shared one gives more or less from one second to the next."""
+
+    def __init__(self, arm: Arm, dtype: torch.dtype) -> None:
+        self._arm = arm
+        self._stream = torch.ones(STREAM_BYTES // 4)
+        self._square = Layer(arm, Shape("square", CEILING_SIZE, CEILING_SIZE), dtype, 1)
+        self._x = torch.randn(CEILING_SIZE, CEILING_SIZE).to(dtype)
+
+    def read(self, budget_s: float = 0.5) -> tuple[float, int]:
+        """Return bytes per second of the fastest of torch's reductions, and how often each ran."""
+        calls: list[Callable[[], object]] = [
+            lambda: self._stream.sum(),
+            lambda: torch.dot(self._stream, self._stream),
+        ]
+        seconds, runs = self._arm.median_seconds(calls, budget_s)
+        return STREAM_BYTES / min(seconds), runs
+
+    def multiply(self, budget_s: float = 1.0) -> tuple[list[float], int]:
+        """Return floating-point operations per second of large squares, torch's and ours; how often each ran."""
+        calls: list[Callable[[], object]] = [
+            lambda: self._square.torch_call(self._x, 0),
+            lambda: self._square.own_call(self._arm, self._x, 0),
+        ]
+        seconds, runs = self._arm.median_seconds(calls, budget_s)
+        return [2 * CEILING_SIZE**3 / taken for taken in seconds], runs
+
+
 def measure_limits(arm: Arm, dtype: torch.dtype, report: Report) -> Limits:
     """Reading: the fastest of torch's reductions. Matmul: the faster of torch's and ours on large squares."""
-    stream = torch.ones(STREAM_BYTES // 4)
-    seconds, runs = arm.median_seconds([lambda: stream.sum(), lambda: torch.dot(stream, stream)], 0.5)
-    read = STREAM_BYTES / min(seconds)
+    meter = LimitMeter(arm, dtype)
+    read, runs = meter.read()
     case = {"dtype": str(dtype).removeprefix("torch."), "threads": arm.threads}
     report.add({"impl": "read_bandwidth", **case}, "rate", read / 1e9, "GB/s", runs)
-    square = Layer(arm, Shape("square", CEILING_SIZE, CEILING_SIZE), dtype, 1)
-    x = torch.randn(CEILING_SIZE, CEILING_SIZE).to(dtype)
-    calls: list[Callable[[], object]] = [lambda: square.torch_call(x, 0), lambda: square.own_call(arm, x, 0)]
-    seconds, runs = arm.median_seconds(calls, 1.0)
-    flop = 2 * CEILING_SIZE**3
-    for impl, taken in zip(("torch", "trunkline"), seconds, strict=True):
-        report.add({"impl": impl, "layer": "2048 cubed", **case}, "rate", flop / taken / 1e9, "GFLOP/s", runs)
-    return Limits(read, flop / min(seconds))
+    rates, runs = meter.multiply()
+    for impl, rate in zip(("torch", "trunkline"), rates, strict=True):
+        report.add({"impl": impl, "layer": "2048 cubed", **case}, "rate", rate / 1e9, "GFLOP/s", runs)
+    return Limits(read, max(rates))
 
 
 def add_pair(report: Report, case: dict[str, Any], seconds: list[float], limit_s: float, runs: int) -> None:

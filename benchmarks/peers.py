@@ -26,10 +26,11 @@ only these two.
   - tokens/s of 8 streams that share a prefix of 6,144 tokens that was sent once: all of them, by the time from the
     first request to the end of the last.
 
-`ours / best peer` and `ours / before`: above 1 is better, for times, too. The machine's limits are measured in
-each round of the run: read bandwidth and matrix product in the dtype, with all cores. `of limit`: tokens/s at
-batch 1 of what reading weights and KV once for each token allows, and a cold first token of what the products of
-the prompt allow.
+`ours / best peer` and `ours / before`: above 1 is better, for times, too. `of limit`: tokens/s at batch 1 of what
+reading weights and KV once for each token allows, and a cold first token of what the products of the prompt allow,
+with all cores. A shared machine gives another bandwidth from one second to the next (31 or 47 GB/s on one, nothing
+between). So the limit is measured in front of each such figure and behind it, and a figure between two limits that
+differ by more than a tenth is not compared with any. `of limit` is the median of the others' shares.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import httpx
 import torch
 from gguf_blocks import KINDS as BLOCK_KINDS
 from gguf_blocks import quantised
 from gguf_file import MIXTURE, kind_of
-from linear import Arm, measure_limits
+from linear import Arm, LimitMeter
 from peer_servers import (
     BEFORE,
     CORES,
@@ -137,6 +138,8 @@ class Cell(NamedTuple):
     unit: str
     faster: bool
     """More is better."""
+    bound: Literal["", "read", "product"] = ""
+    """What of the machine limits it, if that is known."""
 
 
 class Task(NamedTuple):
@@ -144,10 +147,17 @@ class Task(NamedTuple):
 
     cells: tuple[Cell, ...]
     measure: Callable[[Client], Awaitable[Sequence[float]]]
+    repeats: int = 1
+    """How often a round measures it."""
 
 
 COLD: Final = "first token, cold"
-ALONE: Final = "batch 1"
+SHORT: Final = 3
+"""How often a round measures what takes a second."""
+LIMIT_S: Final = 0.1
+"""Seconds for which a limit is measured beside a figure."""
+CHANGED: Final = 1.1
+"""Limits that differ by more are of two states of the machine."""
 START: Final = "start to first token"
 
 
@@ -159,14 +169,16 @@ def tasks_of(lengths: Lengths) -> list[Task]:
         async def measure(client: Client) -> Sequence[float]:
             return [(await client.streams(count, lengths.prefix, lengths.output))[0]]
 
-        return Task((Cell(f"batch {count}", "tokens/s", True),), measure)
+        alone = count == 1
+        cell = Cell(f"batch {count}", "tokens/s", True, "read" if alone else "")
+        return Task((cell,), measure, SHORT if alone else 1)
 
     async def long(client: Client) -> Sequence[float]:
         return [(await client.streams(lengths.long_streams, lengths.long_prefix, lengths.output))[1]]
 
-    both = (Cell(COLD, "ms", False), Cell("first token, prefix cached", "ms", False))
+    both = (Cell(COLD, "ms", False, "product"), Cell("first token, prefix cached", "ms", False))
     shared = Cell(f"{lengths.long_streams} streams, {lengths.long_prefix:,} tokens shared", "tokens/s", True)
-    return [Task(both, first), *map(batch, lengths.batches), Task((shared,), long)]
+    return [Task(both, first, SHORT), *map(batch, lengths.batches), Task((shared,), long)]
 
 
 def shown(value: float) -> str:
@@ -180,17 +192,32 @@ class Table:
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._found: dict[Cell, dict[str, list[float]]] = {}
-        self.limits: dict[str, float] = {}
-        """What the machine allows, by cell, in the cell's unit."""
+        self._shares: dict[Cell, dict[str, list[float]]] = {}
+        """What each figure is of the limit beside it."""
         self.rates = ""
         """What all cores read and multiply, for people."""
 
-    def add(self, cell: Cell, name: str, value: float) -> None:
+    def add(self, cell: Cell, name: str, value: float, limit: float | None = None) -> None:
+        """Add a figure.
+
+        Args:
+            limit: what the machine allowed at that time, in the cell's unit; None: not known.
+        """
         self._found.setdefault(cell, {}).setdefault(name, []).append(value)
+        if limit is not None:
+            share = value / limit if cell.faster else limit / value
+            self._shares.setdefault(cell, {}).setdefault(name, []).append(share)
 
     def markdown(self) -> list[str]:
         """A row for each cell, a column for each server."""
-        heads = ["", *self._names, *self._before("ours / before"), "ours / best peer", "of limit"]
+        heads = [
+            "",
+            *self._names,
+            *self._before("ours / before"),
+            "ours / best peer",
+            "of limit",
+            "best peer of limit",
+        ]
         lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
         for cell, found in self._found.items():
             middle = {name: median(values) for name, values in found.items()}
@@ -204,26 +231,28 @@ class Table:
 
     def _ratios(self, cell: Cell, middle: dict[str, float]) -> list[str]:
         ours, before = middle.pop(TRUNKLINE.name, None), middle.pop(BEFORE.name, None)
-        peers, limit = list(middle.values()), self.limits.get(cell.name)
+        best = (max if cell.faster else min)(middle, key=lambda name: middle[name], default="")
 
-        def times(other: float | None) -> float | None:
-            """How many times as good ours is; unknown if one is."""
-            return (ours / other if cell.faster else other / ours) if ours and other else None
+        def times(other: float | None) -> str:
+            """How many times as good ours is; nothing if one is unknown."""
+            return f"{ours / other if cell.faster else other / ours:.2f}" if ours and other else ""
 
-        best = (max(peers) if cell.faster else min(peers)) if peers else None
-        past, ratio, of_limit = times(before), times(best), times(limit)
-        return [
-            *self._before(f"{past:.2f}" if past else ""),
-            f"{ratio:.2f}" if ratio else "",
-            f"{100 * of_limit:.0f} %" if of_limit else "",
-        ]
+        def share(name: str) -> str:
+            shares = self._shares.get(cell, {}).get(name)
+            return f"{100 * median(shares):.0f} %" if shares else ""
+
+        past = self._before(times(before))
+        return [*past, times(middle.get(best)), share(TRUNKLINE.name), share(best)]
 
     def add_to(self, report: Report, case: dict[str, Any]) -> None:
         for cell, found in self._found.items():
             for name, values in found.items():
                 report.add({"impl": name, **case}, cell.name, median(values), cell.unit, len(values))
-        for name, value in self.limits.items():
-            report.add({"impl": "limit", **case}, name, value, "", 1)
+        for cell, found in self._shares.items():
+            for name, shares in found.items():
+                report.add(
+                    {"impl": name, **case}, f"{cell.name}, of limit", 100 * median(shares), "%", len(shares)
+                )
 
 
 def weight_bytes(folder: Path, dtype: torch.dtype, weights: str) -> float:
@@ -322,12 +351,59 @@ def starts(found: Sequence[tuple[Kind, str]], setting: Setting, rounds: int, tab
                     table.add(Cell(START, "s", False), kind.name, server.start_s)
 
 
+class Bounds:
+    """What the machine allows of a cell at this moment, measured beside a figure."""
+
+    def __init__(self, setting: Setting, lengths: Lengths) -> None:
+        dtype: torch.dtype = getattr(torch, setting.dtype)
+        self._meter = LimitMeter(Arm(CORES), dtype)
+        self._token_bytes, self._prompt_flop = needs(setting.folder, lengths, dtype, setting.weights)
+        self._rates: dict[str, list[float]] = {}
+
+    def measure(self, cells: Sequence[Cell]) -> dict[Cell, float]:
+        """Return the limit of each cell that has one, in its unit."""
+        found = {}
+        for cell in cells:
+            if cell.bound == "read":
+                rate, _ = self._meter.read(LIMIT_S)
+                found[cell] = rate / self._token_bytes
+            elif cell.bound == "product":
+                rates, _ = self._meter.multiply(LIMIT_S)
+                rate = max(rates)
+                found[cell] = 1e3 * self._prompt_flop / rate
+            else:
+                continue
+            self._rates.setdefault(cell.bound, []).append(rate)
+        return found
+
+    def __str__(self) -> str:
+        """What all cores read and multiply, for people: deciles 1, 5 and 9."""
+        units = {"read": "GB/s read", "product": "GFLOP/s"}
+        return ", ".join(
+            f"{' / '.join(f'{rate / 1e9:.3g}' for rate in tenths(rates))} {units[bound]}"
+            for bound, rates in sorted(self._rates.items(), reverse=True)
+        )
+
+
+def tenths(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return deciles 1, 5 and 9."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return ordered[round(last / 10)], median(ordered), ordered[round(last * 9 / 10)]
+
+
+def steady(front: float, behind: float) -> float | None:
+    """Return the limit that held between two measurements; None if the machine changed in between."""
+    low, high = sorted((front, behind))
+    return (low + high) / 2 if high <= CHANGED * low else None
+
+
 class Speed:
     """All servers asked in turn, cell by cell, round by round; one at a time."""
 
     def __init__(self, servers: Sequence[Server], lengths: Lengths, setting: Setting) -> None:
-        self._servers, self._lengths, self._setting = servers, lengths, setting
-        self._dtype: torch.dtype = getattr(torch, setting.dtype)
+        self._servers, self._lengths = servers, lengths
+        self._bounds = Bounds(setting, lengths)
         self._slow: set[tuple[Task, str]] = set()
 
     async def run(self, prompts: Prompts, rounds: int, patience_s: float, table: Table) -> None:
@@ -336,23 +412,17 @@ class Speed:
         Args:
             patience_s: A cell that takes a server longer is measured there once.
         """
-        rates: list[tuple[float, float]] = []
         tasks = tasks_of(self._lengths)
         # Each request has a connection of its own: llama.cpp's server closes those that are idle.
         clients = [Client(server, prompts) for server in self._servers]
         for client in clients:
             await client.send(prompts.take(64), 8)
         for turn in range(rounds):
-            measured = measure_limits(Arm(CORES), self._dtype, Report("limits"))
-            rates.append((measured.read_bytes_per_s, measured.flop_per_s))
             for task in tasks:
-                for client in clients[turn % len(clients) :] + clients[: turn % len(clients)]:
-                    await self._measure(task, client, patience_s, table)
-        read, flop = (median(each) for each in zip(*rates, strict=True))
-        setting = self._setting
-        token_bytes, prompt_flop = needs(setting.folder, self._lengths, self._dtype, setting.weights)
-        table.limits = {ALONE: read / token_bytes, COLD: 1e3 * prompt_flop / flop}
-        table.rates = f"{read / 1e9:.3g} GB/s read, {flop / 1e9:.3g} GFLOP/s, {CORES} threads"
+                for _ in range(task.repeats):
+                    for client in clients[turn % len(clients) :] + clients[: turn % len(clients)]:
+                        await self._measure(task, client, patience_s, table)
+        table.rates = f"{self._bounds}, {CORES} threads"
         print(f"# limits: {table.rates}", flush=True)
 
     async def _measure(self, task: Task, client: Client, patience_s: float, table: Table) -> None:
@@ -360,10 +430,14 @@ class Speed:
         if (task, name) in self._slow:
             return
         settle([server for server in self._servers if isinstance(server, Running)])
+        front = self._bounds.measure(task.cells)
         begun = time.perf_counter()
-        for cell, value in zip(task.cells, await task.measure(client), strict=True):
-            table.add(cell, name, value)
-        if time.perf_counter() - begun > patience_s:
+        values = await task.measure(client)
+        taken = time.perf_counter() - begun
+        behind = self._bounds.measure(task.cells)
+        for cell, value in zip(task.cells, values, strict=True):
+            table.add(cell, name, value, steady(front[cell], behind[cell]) if cell in front else None)
+        if taken > patience_s:
             self._slow.add((task, name))
 
 
@@ -395,7 +469,7 @@ def run(
     before = [commit(Path(program).resolve().parent) for kind, program in found if kind is BEFORE]
     which = " beside ".join(f"`{each}`" for each in [commit(), *before])
     run = f"Commit {which}, {cpu_name()}, {arguments.rounds} rounds{' of `--quick`' * arguments.quick}"
-    limits = f"; limits in the same run: {table.rates}" if table.rates else ""
+    limits = f"; limits beside the figures (deciles 1, 5, 9): {table.rates}" if table.rates else ""
     stored = f"{setting.weights} computed in {setting.dtype}" if setting.weights else setting.dtype
     return [f"{run}, {stored}{limits}.", "", *table.markdown()]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from gguf_file import ALIGNMENT, ARRAY, BOOL, FLOAT32, INT32, MIXTURE, STRING, UINT32, kind_of, write_gguf
 from peer_servers import BEFORE, KINDS, TRUNKLINE, Kind, Running, Setting, settle
-from peers import COLD, Cell, Lengths, Table, installed, needs
+from peers import COLD, Cell, Lengths, Table, installed, needs, steady, tenths
 from safetensors.torch import save_file
 from seeds import seeds
 from torch import Tensor
@@ -147,13 +147,23 @@ def test_a_ratio_above_one_is_ours_whether_more_or_less_is_better(seed: int) -> 
         table, faster = Table([kind.name for kind in KINDS[:3]]), rng.random() < 0.5
         cell = Cell(COLD, "x", faster)
         ours, peers = rng.uniform(1, 9), [rng.uniform(1, 9) for _ in KINDS[1:3]]
-        for kind, value in zip(KINDS, [ours, *peers], strict=False):
-            table.add(cell, kind.name, value)
-        table.limits = {COLD: ours}
+        for share in (0.5, 0.8, 1.0):  # its figure stays, while what the machine gives changes
+            limits: list[float | None] = [ours / share if faster else ours * share, 100.0, None]
+            for kind, value, limit in zip(KINDS, [ours, *peers], limits, strict=False):
+                table.add(cell, kind.name, value, limit)
         best = max(peers) if faster else min(peers)
-        *_, ratio, of_limit, _ = (word.strip() for word in table.markdown()[-1].split("|"))
+        *_, ratio, of_limit, of_peer, _ = (word.strip() for word in table.markdown()[-1].split("|"))
         assert float(ratio) == pytest.approx(ours / best if faster else best / ours, abs=0.006)
-        assert of_limit == "100 %"
+        of_first = peers[0] if faster else 1e4 / peers[0]  # with a limit of 100; the other peer has none
+        assert of_peer == (f"{of_first:.0f} %" if peers[0] == best else "")
+        assert of_limit == "80 %", "the median of what each figure is of the limit beside it"
+
+
+def test_a_limit_holds_if_it_is_the_same_in_front_and_behind() -> None:
+    assert steady(31.0, 33.0) == steady(33.0, 31.0) == 32.0
+    assert steady(31.0, 47.0) is None
+    assert tenths([float(each) for each in range(101)]) == (10.0, 50.0, 90.0)
+    assert tenths([3.0]) == (3.0, 3.0, 3.0)
 
 
 @pytest.mark.parametrize("faster", [True, False])
@@ -163,10 +173,10 @@ def test_an_earlier_commit_is_compared_apart_from_peers(*, faster: bool) -> None
         table.add(cell, name, value)
     table.add(Cell("y", "s", faster), BEFORE.name, 4.0)
     head, _, both, one = table.markdown()
-    assert head == "|  | trunkline | before | llama.cpp | ours / before | ours / best peer | of limit |"
+    assert "ours / before | ours / best peer | of limit | best peer of limit |" in head
     ratios = "1.50 | 2.00" if faster else "0.67 | 0.50"
-    assert both == f"| x | 6 s | 4 s | 3 s | {ratios} |  |"
-    assert one == "| y |  | 4 s |  |  |  |  |"
+    assert both == f"| x | 6 s | 4 s | 3 s | {ratios} |  |  |"
+    assert one == "| y |  | 4 s |  |  |  |  |  |"
 
 
 def test_another_commits_program_is_given_and_keeps_its_kv_apart(tmp_path: Path) -> None:
