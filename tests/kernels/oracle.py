@@ -97,7 +97,9 @@ def exact_attention(
     row: Row, q: Tensor, positions: Tensor, data: Tensor, layer: int, spec: AttentionSpec
 ) -> Tensor:
     """float64 `[queries, heads, head_dim]`: every key turned to where it acts, one plain softmax."""
-    k, v = (x.double().repeat_interleave(spec.group, dim=1) for x in keys_and_values(row, data, layer, spec))
+    k, v = (
+        x.double().repeat_interleave(spec.queries_per_kv, dim=1) for x in keys_and_values(row, data, layer, spec)
+    )
     shifts = torch.from_numpy(np.repeat([r.shift for r in row.ranges], [r.tokens for r in row.ranges]))
     if bool(shifts.any()):
         k = turn_by(k, shifts, spec)
@@ -119,7 +121,9 @@ def plain_attention(
     any fused attention); sums and exponentials are in float32, the result is rounded once.
     """
     dtype, wide = q.dtype, torch.float32 if q.dtype.itemsize == 2 else q.dtype
-    k, v = (x.to(wide).repeat_interleave(spec.group, dim=1) for x in keys_and_values(row, data, layer, spec))
+    k, v = (
+        x.to(wide).repeat_interleave(spec.queries_per_kv, dim=1) for x in keys_and_values(row, data, layer, spec)
+    )
     shifts = np.repeat([r.shift for r in row.ranges], [r.tokens for r in row.ranges])
     scores = torch.empty(spec.heads, len(q), len(k), dtype=wide)
     for shift in np.unique(shifts):

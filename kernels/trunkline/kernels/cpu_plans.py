@@ -162,10 +162,10 @@ class Planning:
         if made is None:
             made = self._made[key] = WorkOptions(
                 kv_heads=spec.kv_heads,
-                group=spec.group,
+                group=spec.queries_per_kv,
                 kv_token_bytes=spec.bands * row_bytes,
                 partial_bytes=2 * 4 * (spec.value_dim + 2),
-                tile_rows=max(TILE_VECTORS, spec.group),
+                tile_rows=max(TILE_VECTORS, spec.queries_per_kv),
                 workers=self._threads,
                 invariant_tokens=self.invariant_tokens,
                 share=self._share,

@@ -251,7 +251,7 @@ class CudaKernels:
         if state is None:
             refuse_capture(self._is_capturing(), "the prefill plan is not on the device yet")
             cut = PrefillCut(
-                rows_per_tile=max(1, key.tile_rows // spec.group),
+                rows_per_tile=max(1, key.tile_rows // spec.queries_per_kv),
                 units_wanted=-(-PREFILL_PIECES * key.grid // spec.kv_heads),
                 piece_tokens_min=PREFILL_TOKENS_MIN,
                 piece_tokens=self._invariant_tokens,

@@ -119,10 +119,10 @@ class DecodePlans:
         if options is None:
             options = self._options[key, row_bytes, plan.chunk_size] = WorkOptions(
                 kv_heads=spec.kv_heads,
-                group=spec.group,
+                group=spec.queries_per_kv,
                 kv_token_bytes=2 * row_bytes,
                 partial_bytes=2 * 4 * (spec.head_dim + 2),
-                tile_rows=max(key.tile_rows, spec.group),
+                tile_rows=max(key.tile_rows, spec.queries_per_kv),
                 workers=key.grid,
                 pieces_per_worker=PIECES_PER_WORKER,
                 invariant_tokens=key.invariant_tokens,

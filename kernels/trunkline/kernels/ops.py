@@ -166,8 +166,7 @@ class AttentionSpec:
 
     heads: int
     kv_heads: int
-    """Number of KV heads. Query heads `[i * group, (i + 1) * group)` read KV head `i`, `group = heads //
-    kv_heads`."""
+    """Number of KV heads. With `n = queries_per_kv`, query heads `[i * n, (i + 1) * n)` read KV head `i`."""
     head_dim: int
     """Numbers of a query or a key."""
     scale: float
@@ -190,8 +189,8 @@ class AttentionSpec:
     none."""
 
     @property
-    def group(self) -> int:
-        """Number of query heads of each KV head."""
+    def queries_per_kv(self) -> int:
+        """Number of query heads that read the same KV head (grouped-query attention)."""
         return self.heads // self.kv_heads
 
     @property

@@ -121,8 +121,10 @@ class _Entry:
             mask = _Mask(self.key_position, self.query_position, spec, q.device)
             self.masks[spec.window, spec.span] = mask
         # Batch dimension: KV heads; heads: the query heads of a group, for which K and V are not copied.
-        grouped = q[self.queries].view(count, spec.kv_heads, spec.group, spec.head_dim).permute(1, 2, 0, 3)
-        expanded = (spec.kv_heads, spec.group, self.num_tokens, -1)
+        grouped = (
+            q[self.queries].view(count, spec.kv_heads, spec.queries_per_kv, spec.head_dim).permute(1, 2, 0, 3)
+        )
+        expanded = (spec.kv_heads, spec.queries_per_kv, self.num_tokens, -1)
         result = F.scaled_dot_product_attention(
             grouped,
             k[:, None].expand(expanded),
@@ -144,14 +146,16 @@ class _Entry:
         for start in range(self.queries.start, self.queries.stop, step):
             chosen = slice(start, min(start + step, self.queries.stop))
             rows = chosen.stop - start
-            grouped = q[chosen].to(dtype).view(rows, spec.kv_heads, spec.group, spec.head_dim).transpose(0, 1)
+            grouped = (
+                q[chosen].to(dtype).view(rows, spec.kv_heads, spec.queries_per_kv, spec.head_dim).transpose(0, 1)
+            )
             scores = (grouped * spec.scale).flatten(1, 2) @ k
-            by_row = scores.view(spec.kv_heads, rows, spec.group, -1)
+            by_row = scores.view(spec.kv_heads, rows, spec.queries_per_kv, -1)
             own = query_position[start - self.queries.start :][:rows]
             distance = key_position - own
             adjust_scores(by_row, spec, distance, own)
             by_row.masked_fill_((distance > 0)[:, None], float("-inf"))
-            shape = (spec.kv_heads, rows, spec.group)
+            shape = (spec.kv_heads, rows, spec.queries_per_kv)
             states = (x.view(*shape, *x.shape[2:]) for x in attend(scores, v))
             state = SoftmaxState(*(x.transpose(0, 1).flatten(1, 2) for x in states))
             out[chosen] = state.output(spec.sinks).to(out.dtype)
@@ -239,7 +243,7 @@ def adjust_scores(scores: Tensor, spec: AttentionSpec, distance: Tensor | None, 
         return
     spread = distance[..., None, :, None, :]
     if spec.alibi_slopes is not None:
-        slopes = spec.alibi_slopes.to(scores.device, scores.dtype).view(spec.kv_heads, 1, spec.group, 1)
+        slopes = spec.alibi_slopes.to(scores.device, scores.dtype).view(spec.kv_heads, 1, spec.queries_per_kv, 1)
         scores.addcmul_(slopes, spread.to(scores.dtype))
     if spec.window:
         scores.masked_fill_((spread > 0) | (spread <= -spec.window), float("-inf"))

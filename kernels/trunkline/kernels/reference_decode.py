@@ -177,16 +177,19 @@ class _Run:
         k, v = vectors_of(pool, k, q.dtype), vectors_of(pool, stored, q.dtype)[..., -spec.value_dim :]
         rows = len(self.rows)
         picked = turn(q.index_select(0, self.row_index), self.angles.of(spec, pool))
-        grouped = picked.view(rows, spec.kv_heads, spec.group, spec.head_dim).transpose(0, 1)
-        grouped = grouped.reshape(spec.kv_heads, rows * spec.group, spec.head_dim)
+        grouped = picked.view(rows, spec.kv_heads, spec.queries_per_kv, spec.head_dim).transpose(0, 1)
+        grouped = grouped.reshape(spec.kv_heads, rows * spec.queries_per_kv, spec.head_dim)
         scores = grouped @ k.transpose(-1, -2)
-        by_row = scores.view(spec.kv_heads, rows, spec.group, -1)
+        by_row = scores.view(spec.kv_heads, rows, spec.queries_per_kv, -1)
         adjust_scores(by_row, spec, self.distance.of(spec), self.distance.positions(spec))
         if self.hidden is not None:
             scores.masked_fill_(self.hidden, float("-inf"))
         state = attend(scores, v)
         return SoftmaxState(
-            *(x.view(spec.kv_heads, rows, spec.group, *x.shape[2:]).transpose(0, 1).flatten(1, 2) for x in state)
+            *(
+                x.view(spec.kv_heads, rows, spec.queries_per_kv, *x.shape[2:]).transpose(0, 1).flatten(1, 2)
+                for x in state
+            )
         )
 
 
@@ -247,12 +250,12 @@ class _Bucket:
         k = vectors_of(pool, self.keys.view(shape), q.dtype)
         v = vectors_of(pool, self.values.view(shape), q.dtype)[..., -spec.value_dim :]
         picked = turn(q if self.is_identity else q.index_select(0, self.row_index), self.angles.of(spec, pool))
-        grouped = picked.view(items, width, spec.kv_heads, spec.group, spec.head_dim)
+        grouped = picked.view(items, width, spec.kv_heads, spec.queries_per_kv, spec.head_dim)
         if width > 1:
             grouped = grouped.transpose(1, 2)
-        grouped = grouped.reshape(items, spec.kv_heads, width * spec.group, spec.head_dim)
+        grouped = grouped.reshape(items, spec.kv_heads, width * spec.queries_per_kv, spec.head_dim)
         scores = grouped @ k.transpose(-1, -2)
-        by_row = scores.view(items, spec.kv_heads, width, spec.group, self.chunk_size)
+        by_row = scores.view(items, spec.kv_heads, width, spec.queries_per_kv, self.chunk_size)
         adjust_scores(by_row, spec, self.distance.of(spec), self.distance.positions(spec))
         if self.hidden is not None:
             scores.masked_fill_(self.hidden, float("-inf"))
@@ -261,7 +264,7 @@ class _Bucket:
             return SoftmaxState(*(x.flatten(1, 2) for x in state))
         return SoftmaxState(
             *(
-                x.view(items, spec.kv_heads, width, spec.group, *x.shape[3:])
+                x.view(items, spec.kv_heads, width, spec.queries_per_kv, *x.shape[3:])
                 .transpose(1, 2)
                 .reshape(items * width, spec.heads, *x.shape[3:])
                 for x in state
