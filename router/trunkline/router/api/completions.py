@@ -32,8 +32,9 @@ from trunkline.router.api.answer_fields import (
     truncation_result,
     usage_of,
 )
+from trunkline.router.api.loop_budget import LoopBudget
 from trunkline.router.api.module_prompts import modules_job
-from trunkline.router.api.prompt_batch import LoopTurns, PromptBatch
+from trunkline.router.api.prompt_batch import PromptBatch
 from trunkline.router.api.prompting import check_scores, completion_job, encode_text, has_modules, job_for
 from trunkline.router.api.requests import check_model, read_parameters, service_of
 from trunkline.router.api.responses import (
@@ -133,13 +134,13 @@ async def _jobs(service: RouterService, body: CompletionRequest, turn: SessionTu
         return [await completion_job(service, body, body.prompts[0], turn)]
     limits = service.limits
     jobs: list[Job] = []
-    turns = LoopTurns()
+    budget = LoopBudget()
     for index, given in enumerate(body.prompts):
         param = f"prompt[{index}]"
         prompt = Prompt(await _encode(service, body, given, param), param)
         if jobs:
             jobs.append(another_job(jobs[0], body, prompt, limits, draw_seed))
-            await turns.others()  # many short prompts take as long as a long one
+            await budget.yield_if_spent()  # many short prompts take as long as a long one
         else:
             jobs.append(job_for(service, body, prompt))
             check_repeated(jobs[0], len(body.prompts))

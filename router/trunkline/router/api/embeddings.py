@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trunkline.router.api.answer_fields import cache_use
-from trunkline.router.api.prompt_batch import LoopTurns
+from trunkline.router.api.loop_budget import LoopBudget
 from trunkline.router.api.prompt_reports import (
     PromptReport,
     PromptUsage,
@@ -112,12 +112,12 @@ def _check_size(service: RouterService, body: EmbeddingRequest) -> None:
 
 async def _jobs(service: RouterService, body: EmbeddingRequest, params: Sequence[str]) -> list[Job]:
     sampling = pooled_sampling(service, body)
-    turns = LoopTurns()
+    budget = LoopBudget()
     jobs = []
     for given, param in zip(body.input, params, strict=True):
         tokens = await _tokens(service, body, given, param)
         jobs.append(report_job(service, body, Prompt(tokens, param), sampling))
-        await turns.others()  # many short inputs take as long as a long one
+        await budget.yield_if_spent()  # many short inputs take as long as a long one
     return jobs
 
 
@@ -136,14 +136,14 @@ async def _tokens(service: RouterService, body: EmbeddingRequest, given: str | l
 
 
 async def _write(service: RouterService, body: EmbeddingRequest, reports: Sequence[PromptReport]) -> Response:
-    turns = LoopTurns()
+    budget = LoopBudget()
     data = []
     values = 0
     for index, (_, report) in enumerate(reports):
         vector = vector_of(report, body.dimensions, normalize=body.normalize)
         values += len(vector)
         data.append(Embedding(index=index, embedding=_encoded(vector, body.encoding_format)))
-        await turns.others()
+        await budget.yield_if_spent()
     generations = [generation for generation, _ in reports]
     answer = EmbeddingList(
         id=f"embd-{draw_hex('id', 16)}",

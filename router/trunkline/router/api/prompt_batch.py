@@ -1,42 +1,23 @@
 """`PromptBatch`: the generations of several prompts in one HTTP request, started, read and aborted together.
 
 `start` is for a single one.
-
-`LoopTurns` lets other requests run while one with many prompts or tokens is worked on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 
 from trunkline.router.api.answer_fields import Collected, collect_choices
+from trunkline.router.api.loop_budget import LoopBudget
 from trunkline.router.errors import ApiError
 from trunkline.router.http.answers import while_connected
 from trunkline.router.jobs.job import Job
 from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Delta, Generation
-
-_TURN_S: Final = 0.005
-"""Longest time in seconds for which one piece of work keeps the event loop. It is also how long a thread waits for
-Python's lock."""
-
-
-class LoopTurns:
-    """Limits how long a piece of work keeps the event loop: other tasks run in between."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-
-    async def others(self) -> None:
-        """Let other tasks run if this one has kept the loop for long; call it between small steps."""
-        if time.monotonic() - self._began >= _TURN_S:
-            await asyncio.sleep(0)
-            self._began = time.monotonic()
 
 
 async def start(service: RouterService, job: Job, arrived_at: float, request: Request | None = None) -> Generation:
@@ -103,11 +84,11 @@ class PromptBatch:
         """
         if len(jobs) > 1:  # else `generate` checks as much
             service.check_admission(len(jobs))
-        turns = LoopTurns()
+        budget = LoopBudget()
         try:
             for job in jobs:
                 self.generations.append(service.generate(job, arrived_at))
-                await turns.others()
+                await budget.yield_if_spent()
         except BaseException:  # cancellation included: the client left
             self.close()
             raise

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from trunkline.controller.messages import TopLogprobs
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.router.api.answer_fields import cache_use
-from trunkline.router.api.prompt_batch import LoopTurns
+from trunkline.router.api.loop_budget import LoopBudget
 from trunkline.router.api.prompt_reports import (
     PromptReport,
     PromptUsage,
@@ -243,12 +243,12 @@ async def _cosines(
     for pair in pairs:
         texts.setdefault(pair.query, "query" if isinstance(body, RerankRequest) else "text_1")
         texts.setdefault(pair.document, pair.param)
-    turns = LoopTurns()
+    budget = LoopBudget()
     jobs = []
     for text, param in texts.items():
         tokens = await encode_text(service.tokenizer, text, service.limits, add_special_tokens=True, param=param)
         jobs.append(report_job(service, body, Prompt(tokens, param), sampling))
-        await turns.others()
+        await budget.yield_if_spent()
     reports = await read_reports(service, jobs, list(texts.values()), arrived_at)
     vectors = {text: vector_of(found.report) for text, found in zip(texts, reports, strict=True)}
     values = [float(np.dot(vectors[pair.query], vectors[pair.document])) for pair in pairs]
@@ -282,7 +282,7 @@ async def _likelihoods(
     service: RouterService, body: ScoringRequest, pairs: Sequence[Pair], arrived_at: float
 ) -> Scores:
     template = _Template(service, body.instruction or INSTRUCTION)
-    turns = LoopTurns()
+    budget = LoopBudget()
     jobs: list[Job] = []
     words: _Words | None = None
     sampling = Sampling()
@@ -295,7 +295,7 @@ async def _likelihoods(
             service.tokenizer, text, service.limits, add_special_tokens=not template.is_chat, param=pair.param
         )
         jobs.append(report_job(service, body, Prompt(tokens + words.before, pair.param), sampling))
-        await turns.others()
+        await budget.yield_if_spent()
     assert words is not None
     reports = await read_reports(service, jobs, [pair.param for pair in pairs], arrived_at)
     return Scores([words.likelihood(found.report) for found in reports], reports)

@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from trunkline.router.api.prompt_batch import LoopTurns
+from trunkline.router.api.loop_budget import LoopBudget
 from trunkline.router.api.prompting import Rendering, encode_text
 from trunkline.router.api.requests import check_length, check_model, read_parameters, service_of
 from trunkline.router.http.answers import JsonResponse
@@ -81,10 +81,10 @@ async def detokenize(request: Request) -> Response:
     service = service_of(request)
     body = await read_request(request, DetokenizeRequest, service.config.max_body_bytes)
     service = check_model(service, body.model)
-    vocab_size, turns = service.limits.vocab_size, LoopTurns()
+    vocab_size, budget = service.limits.vocab_size, LoopBudget()
     for part in _slices(body.tokens):
         check_ids(part, vocab_size, "tokens")
-        await turns.others()
+        await budget.yield_if_spent()
     if len(body.tokens) > _SLICED_TOKENS:
         return StreamingResponse(_written_text(service.tokenizer, body.tokens), media_type=JsonResponse.media_type)
     return JsonResponse({"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)})
@@ -102,20 +102,20 @@ async def _written_tokens(
     head: dict[str, Any], tokens: Sequence[int], tokenizer: Tokenizer | None
 ) -> AsyncIterator[bytes]:
     """Yield the answer with `tokens`, and with their strings if there is a `tokenizer`."""
-    turns = LoopTurns()
+    budget = LoopBudget()
     yield _encode(head)[:-1] + b',"tokens":['
     separator = b""
     for part in _slices(tokens):
         yield separator + _encode(part)[1:-1]
         separator = b","
-        await turns.others()
+        await budget.yield_if_spent()
     yield b'],"token_strs":' + (b"null" if tokenizer is None else b"[")
     if tokenizer is not None:
         separator = b""
         for part in _slices(tokens):
             yield separator + _encode(_strings(tokenizer, part))[1:-1]
             separator = b","
-            await turns.others()
+            await budget.yield_if_spent()
         yield b"]"
     yield b"}"
 
@@ -123,9 +123,9 @@ async def _written_tokens(
 async def _written_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> AsyncIterator[bytes]:
     """Yield the answer with the text of `tokens`."""
     detokenizer = make_detokenizer(tokenizer.vocabulary, skip_special_tokens=False, at_start=True)
-    turns = LoopTurns()
+    budget = LoopBudget()
     yield b'{"prompt":"'
     for part in _slices(tokens):
         yield _encode("".join(map(detokenizer.feed, part)))[1:-1]
-        await turns.others()
+        await budget.yield_if_spent()
     yield _encode(detokenizer.flush())[1:-1] + b'"}'
