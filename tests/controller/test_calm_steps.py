@@ -16,7 +16,7 @@ from trunkline.controller.engine.events import AbortRequest, DropCache, Event, R
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import StepResult, Submit, TopLogprobs
-from trunkline.controller.scheduling.filled_rows import SLACK_ROWS_MIN
+from trunkline.controller.scheduling.row_blocks import SLACK_ROWS_MIN
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.worker.messages import Sampling

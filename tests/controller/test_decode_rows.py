@@ -10,7 +10,7 @@ import pytest
 from seeds import seeds
 
 from trunkline.controller.messages import Submit
-from trunkline.controller.sequences.plan_builder import DecodeRows
+from trunkline.controller.sequences.decode_rows import DecodeRows
 from trunkline.controller.sequences.sequence import Request, Sequence, SequenceGroup, Stem
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.messages import Sampling

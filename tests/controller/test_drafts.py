@@ -20,8 +20,9 @@ from simulation.traffic import Mix, Traffic
 from trunkline.controller.engine.drafted import join_results, positions_of
 from trunkline.controller.engine.events import EngineOutputs
 from trunkline.controller.messages import BeamSearch, StepResult, TopLogprobs
+from trunkline.controller.sequences.decode_rows import RowSet
 from trunkline.controller.sequences.draft_source import Slots
-from trunkline.controller.sequences.plan_builder import InflightStep, RowSet
+from trunkline.controller.sequences.plan_builder import InflightStep
 from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
 from trunkline.worker.messages import StepPlan
 

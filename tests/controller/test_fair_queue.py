@@ -16,7 +16,7 @@ from trunkline.controller.engine.validation import problem_of_submit
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import Submit
 from trunkline.controller.scheduling.fair_queue import LEVELS_MAX, LINES_MAX, FairQueue
-from trunkline.controller.sequences.plan_builder import RowSet
+from trunkline.controller.sequences.decode_rows import RowSet
 from trunkline.controller.sequences.sequence import Request, SequenceGroup
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.messages import FinishReason

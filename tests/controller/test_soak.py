@@ -13,7 +13,7 @@ from seeds import seeds
 from simulation.engines import ENGINES, MIXES
 from simulation.traffic import Mix, Traffic
 
-from trunkline.controller.scheduling import filled_rows
+from trunkline.controller.scheduling import row_blocks
 
 LATE = ["tiny, swapping", "tiny, recomputing", "tiers", "many rows", "without a cache", "modules, tiers"]
 """Engines with which full chunks wait for each other."""
@@ -43,8 +43,8 @@ def test_traffic_of_few_rows_whose_chunks_wait_for_each_other(
     name: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks enter the tree late, and blocks come early, as in large batches; steps are planned with answers."""
-    monkeypatch.setattr(filled_rows, "SLACK_ROWS_MIN", 1)
-    monkeypatch.setattr(filled_rows, "SLACK_PART", 2)
+    monkeypatch.setattr(row_blocks, "SLACK_ROWS_MIN", 1)
+    monkeypatch.setattr(row_blocks, "SLACK_PART", 2)
     run(name, 250, seed, plans_with_answers=True)
 
 

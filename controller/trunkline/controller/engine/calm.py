@@ -25,9 +25,10 @@ import numpy as np
 from trunkline.controller.engine.events import EngineOutputs, Event, Ready
 from trunkline.controller.engine.requests import PLAIN_STEPS_PER_OBSERVATION, RequestTable
 from trunkline.controller.messages import StepResult
-from trunkline.controller.scheduling.filled_rows import slack_of
+from trunkline.controller.scheduling.row_blocks import slack_of
 from trunkline.controller.scheduling.scheduler import Scheduler
-from trunkline.controller.sequences.plan_builder import NO_ROWS, InflightStep
+from trunkline.controller.sequences.decode_rows import NO_ROWS
+from trunkline.controller.sequences.plan_builder import InflightStep
 from trunkline.kvstore.chunks import Int32Array, unpack_int32
 from trunkline.worker.messages import StepPlan
 
@@ -35,7 +36,7 @@ CALM_S: Final = 1.0
 """Seconds after which calm steps end: time alone lets chunks expire, ends pauses of tiers, and the like."""
 CALM_ROWS_MAX: Final = 32
 """Largest number of rows of a calm step whose chunks do not wait for each other
-(`trunkline.controller.scheduling.filled_rows`): of more rows one fills its chunk in almost every step."""
+(`trunkline.controller.scheduling.row_blocks`): of more rows one fills its chunk in almost every step."""
 FEW_ROWS: Final = 16
 """Largest number of rows whose tokens are looked at without an array."""
 CALM_STEPS_MIN: Final = 4

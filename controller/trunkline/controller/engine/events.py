@@ -22,7 +22,8 @@ from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.engine.disk_chunks import DiskChange, StoredChunks
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import GrammarReady, ModulesCall, MovesDone, Probed, StepResult, TopLogprobs
-from trunkline.controller.sequences.plan_builder import Int64Array, PlanBuilder
+from trunkline.controller.sequences.decode_rows import Int64Array
+from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import Request, SequenceGroup
 from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, Int32Array
 from trunkline.kvstore.next_use import NextUse

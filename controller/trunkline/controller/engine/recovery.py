@@ -17,7 +17,8 @@ import numpy as np
 
 from trunkline.controller.scheduling.forks import restore_output
 from trunkline.controller.sequences.beam_search import BeamHistory, sample_seed
-from trunkline.controller.sequences.plan_builder import DecodeRows, InflightStep
+from trunkline.controller.sequences.decode_rows import DecodeRows
+from trunkline.controller.sequences.plan_builder import InflightStep
 from trunkline.controller.sequences.sequence import (
     ALL_ENTRIES,
     CacheReport,

@@ -22,9 +22,10 @@ from trunkline.controller.engine.grammar_book import GrammarBook
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamStep, PromptLogprobs, StepResult, TopLogprobs
 from trunkline.controller.scheduling.admission import Quarantine
-from trunkline.controller.scheduling.filled_rows import slack_of
+from trunkline.controller.scheduling.row_blocks import slack_of
 from trunkline.controller.scheduling.scheduler import Scheduler
-from trunkline.controller.sequences.plan_builder import BEAM, DecodeRows, InflightStep, PlanBuilder, RowSet
+from trunkline.controller.sequences.decode_rows import BEAM, DecodeRows, RowSet
+from trunkline.controller.sequences.plan_builder import InflightStep, PlanBuilder
 from trunkline.controller.sequences.sequence import Request, Sequence, SequenceGroup
 from trunkline.controller.tiers.costs import StepCosts
 from trunkline.controller.totals import Totals

@@ -17,7 +17,8 @@ import numpy as np
 from trunkline.controller.allocation.kv_manager import KVCacheManager
 from trunkline.controller.cache.radix_tree import SALT_ROOT, TOKEN_BYTES
 from trunkline.controller.scheduling.fair_queue import FairQueue
-from trunkline.controller.sequences.plan_builder import Int64Array, PlanBuilder
+from trunkline.controller.sequences.decode_rows import Int64Array
+from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import CacheReport, Phase, Sequence, SequenceGroup
 from trunkline.controller.tiers.prefetch import Fetching
 from trunkline.kvstore.chunks import chunk_name

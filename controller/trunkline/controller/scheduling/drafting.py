@@ -32,8 +32,9 @@ from trunkline.controller.drafts.drafter import Drafter
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import StepResult
 from trunkline.controller.scheduling.fair_queue import FairQueue
+from trunkline.controller.sequences.decode_rows import BEAM, DecodeRows, RowSet
 from trunkline.controller.sequences.draft_source import DraftSource, Slots
-from trunkline.controller.sequences.plan_builder import BEAM, DecodeRows, InflightStep, PlanBuilder, RowSet
+from trunkline.controller.sequences.plan_builder import InflightStep, PlanBuilder
 from trunkline.controller.tiers.costs import StepCosts
 from trunkline.kvstore.chunks import Int32Array, unpack_int32
 

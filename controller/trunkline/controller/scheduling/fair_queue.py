@@ -36,7 +36,7 @@ from typing import Final
 import numpy as np
 
 from trunkline.controller.messages import Submit
-from trunkline.controller.sequences.plan_builder import Int64Array, RowSet
+from trunkline.controller.sequences.decode_rows import Int64Array, RowSet
 from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
 
 LINES_MAX: Final = 1024

@@ -13,7 +13,8 @@ import msgspec
 
 from trunkline.controller.allocation.kv_manager import KVCacheManager
 from trunkline.controller.sequences.beam_search import BeamHistory, sample_seed
-from trunkline.controller.sequences.plan_builder import DecodeRows, PlanBuilder
+from trunkline.controller.sequences.decode_rows import DecodeRows
+from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import Phase, Sequence, SequenceGroup, TokenBuffer
 from trunkline.kvstore.beams import assign_tails
 from trunkline.kvstore.chunks import BlockId, blocks_for, pack_int32

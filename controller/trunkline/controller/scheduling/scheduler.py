@@ -1,7 +1,8 @@
 """Decide what the next step computes: tenants take turns, decode first, prefill in chunks.
 
-      plan ─► _grow            give a block to each row that begins a new chunk; preempt the newest groups if
+      plan ─► grow_rows        give a block to each row that begins a new chunk; preempt the newest groups if
                                there are too few blocks
+           ─► extend_prompts   give blocks to prompts that were admitted without all of them
            ─► _unpark          let a preempted group decode again once all of its sequences are back in the batch
            ─► _prefill         spend the rest of the token budget on admitted prompts, then admit waiting groups
            ─► drafting.plan    let rows try drafts with what is still left
@@ -35,11 +36,12 @@ from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.scheduling.admission import AdmissionOrder, Quarantine, found_tokens, report
 from trunkline.controller.scheduling.drafting import Drafting
 from trunkline.controller.scheduling.fair_queue import FairQueue
-from trunkline.controller.scheduling.filled_rows import enter_filled, give_early
 from trunkline.controller.scheduling.forks import Forks, move_beams, restore_output
 from trunkline.controller.scheduling.module_calls import ModuleEncoding
 from trunkline.controller.scheduling.prompt_blocks import extend_prompts
-from trunkline.controller.sequences.plan_builder import NO_ROWS, DecodeRows, PendingChanges, PlanBuilder
+from trunkline.controller.scheduling.row_blocks import enter_filled, grow_rows
+from trunkline.controller.sequences.decode_rows import NO_ROWS, DecodeRows
+from trunkline.controller.sequences.plan_builder import PendingChanges, PlanBuilder
 from trunkline.controller.sequences.sequence import Phase, Sequence, SequenceGroup
 from trunkline.controller.tiers.costs import Preloads, StepCosts, load_entries, prefill_budget, swaps
 from trunkline.controller.tiers.prefetch import Fetching
@@ -112,7 +114,9 @@ class Scheduler:
         self.kv.pool.taken.clear()
         if self.encoding.finishing:
             self._end_encoded(step, now)
-        self._grow(plan)
+        slots = self.rows.active_slots() if self._pending.rows_changed else self.row_set.slots
+        has_beams = bool(self.forks.searches)
+        grow_rows(self.kv, self.rows, slots, self._pending, plan, self.queue, self._preempt_until_room, has_beams)
         if self.prefilling:
             extend_prompts(self.kv, self.prefilling, self.config.token_budget, self._preempt_until_room, plan)
         if plan.blocks:
@@ -175,37 +179,7 @@ class Scheduler:
                 self.end(member, now)
             self.encoding.jobs.done(group, step, computed=False)
 
-    # Growth and preemption
-
-    def _grow(self, plan: PlanBuilder) -> None:
-        """Give a block to every row that begins a new chunk in this step, oldest group first."""
-        slots = self.rows.active_slots() if self._pending.rows_changed else self.row_set.slots
-        held = self.rows.block_counts[slots] * np.int64(self.config.chunk_size)
-        starting = slots[self.rows.planned[slots] == held]
-        if not len(starting):
-            return
-        groups: dict[int, list[Sequence]] = {}
-        if not (self.kv.has_window or self.forks.searches):  # as below, but all rows at once
-            if give_early(self.kv, self.rows, slots, self._pending, plan):
-                return
-            if self.kv.pool.free_count >= len(starting):
-                plan.append_blocks(self.rows, starting, [self.kv.pool.allocate() for _ in range(len(starting))])
-                return
-        rows = [s for slot in starting.tolist() if (s := self.rows.sequences[slot]) is not None]
-        for sequence in sorted(rows, key=lambda s: (self.queue.rank(s.group), s.sample)):
-            groups.setdefault(sequence.request, []).append(sequence)
-        for members in groups.values():
-            for sequence in members:
-                if self.kv.move_window(sequence, int(self.rows.planned[sequence.slot])):
-                    self.rows.set_behind(sequence)
-            self._preempt_until_room(members, len(members), plan, len(members))
-            if members[0].slot < 0:
-                continue  # this group was the newest, so it is preempted itself
-            for sequence in members:
-                plan.append_block(self.rows, sequence, self.kv.pool.allocate())
-            if members[0].group.search is not None:
-                self.rows.read_alike(members[0], members[1:], int(self.rows.block_counts[members[0].slot]) - 1)
-                self._pending.rows_changed = True
+    # Preemption
 
     def _preempt_until_room(self, members: list[Sequence], blocks: int, plan: PlanBuilder, whole: int) -> None:
         """Preempt the newest groups until `KVCacheManager.make_room` can, or these sequences are preempted."""

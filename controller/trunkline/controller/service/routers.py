@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from trunkline.controller.engine.events import EngineOutputs
 from trunkline.controller.engine.validation import NUMBER_BITS
 from trunkline.controller.messages import RouterRequest
-from trunkline.controller.sequences.plan_builder import Int64Array
+from trunkline.controller.sequences.decode_rows import Int64Array
 from trunkline.kvstore.chunks import any_of, pack_int32
 from trunkline.router.messages import Outputs, RouterMessage
 from trunkline.runtime.process import RareLog

@@ -1,4 +1,4 @@
-"""Chunks of rows that decode: when full ones enter the radix tree, and when rows get their next blocks. Pure.
+"""Blocks of rows that decode: when rows get their next ones, and when full chunks enter the radix tree. Pure.
 
 A row fills a chunk and needs a block once in `chunk_size` tokens, so in a large batch some row does in every step.
 Entering chunks and giving blocks takes as long as the rest of a step, though nothing waits for either. So in a
@@ -14,6 +14,7 @@ still have one more without a preemption.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -21,7 +22,10 @@ from numpy.typing import NDArray
 
 from trunkline.controller.allocation.filled_chunks import append_filled
 from trunkline.controller.allocation.kv_manager import KVCacheManager
-from trunkline.controller.sequences.plan_builder import DecodeRows, PendingChanges, PlanBuilder
+from trunkline.controller.scheduling.fair_queue import FairQueue
+from trunkline.controller.sequences.decode_rows import DecodeRows
+from trunkline.controller.sequences.plan_builder import PendingChanges, PlanBuilder
+from trunkline.controller.sequences.sequence import Sequence
 
 SLACK_ROWS_MIN: Final = 16
 """Smallest number of rows for which it pays to let chunks wait for each other."""
@@ -49,6 +53,51 @@ def enter_filled(
             fences.reads(fences.ready_after([block]))  # this block's chunk may still be loading from the host
             rows.set_block(sequence.slot, index, block)
             pending.merged.append((sequence.batch_seq_id, index, block))
+            pending.rows_changed = True
+
+
+def grow_rows(
+    kv: KVCacheManager,
+    rows: DecodeRows,
+    slots: NDArray[np.intp],
+    pending: PendingChanges,
+    plan: PlanBuilder,
+    queue: FairQueue,
+    make_room: Callable[[list[Sequence], int, PlanBuilder, int], None],
+    has_beams: bool,
+) -> None:
+    """Give a block to every row that begins a new chunk in this step.
+
+    Args:
+        slots: the rows that this plan decodes.
+        queue: says whose rows come first if there are too few blocks: those of the oldest group.
+        make_room: frees so many blocks for these sequences, and memory for so many whole ones, or preempts them.
+        has_beams: whether some of the rows are beams.
+    """
+    starting = slots[rows.planned[slots] == rows.block_counts[slots] * np.int64(kv.chunk_size)]
+    if not len(starting):
+        return
+    if not (kv.has_window or has_beams):  # then no row needs more than a block, and all can be served at once
+        if give_early(kv, rows, slots, pending, plan):
+            return
+        if kv.pool.free_count >= len(starting):
+            plan.append_blocks(rows, starting, [kv.pool.allocate() for _ in range(len(starting))])
+            return
+    groups: dict[int, list[Sequence]] = {}
+    sequences = [sequence for slot in starting.tolist() if (sequence := rows.sequences[slot]) is not None]
+    for sequence in sorted(sequences, key=lambda each: (queue.rank(each.group), each.sample)):
+        groups.setdefault(sequence.request, []).append(sequence)
+    for members in groups.values():
+        for sequence in members:
+            if kv.move_window(sequence, int(rows.planned[sequence.slot])):
+                rows.set_behind(sequence)
+        make_room(members, len(members), plan, len(members))
+        if members[0].slot < 0:
+            continue  # this group was the newest, so it is preempted itself
+        for sequence in members:
+            plan.append_block(rows, sequence, kv.pool.allocate())
+        if members[0].group.search is not None:
+            rows.read_alike(members[0], members[1:], int(rows.block_counts[members[0].slot]) - 1)
             pending.rows_changed = True
 
 
