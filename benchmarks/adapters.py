@@ -37,6 +37,7 @@ from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.adapters import adapter_salt
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.config import WorkerConfig
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import LoadAdapter, Sampling
 from trunkline.worker.model.adapters import CONFIG_FILE, WEIGHTS_FILE, adaptable
 from trunkline.worker.model.families import read_model_config
@@ -145,7 +146,7 @@ def run(name: str, model: Path, arguments: argparse.Namespace, report: Report) -
         pool_blocks=BLOCKS,
         threads=1,
     )
-    runner = Runner.load(config, lambda *_: None)
+    runner = load_runner(config, lambda *_: None)
     batches, kinds = Batches(runner), {("none", "none"): list[bytes]()}
     for targets, changes in TARGETS[name].items():
         keys = load(runner, model, arguments.rank, targets, changes)

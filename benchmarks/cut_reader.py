@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from trunkline.kvstore.chunks import OPEN_COUNT, Int32Array, pack_int32, unpack_int32
 from trunkline.worker.config import WorkerConfig
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import Join, Sampling, StepPlan
-from trunkline.worker.runner import Runner
 
 Method = Literal["ca", "tt", "nkvt"]
 METHODS: Final[tuple[Method, ...]] = ("ca", "tt", "nkvt")
@@ -105,7 +105,7 @@ class Reader:
             dtype=dtype,
             threads=threads,
         )
-        self._runner = Runner.load(config, lambda *_: None)
+        self._runner = load_runner(config, lambda *_: None)
         self._epoch = config.epoch
         self._free = list(range(blocks))
         self._streams = 0

@@ -22,8 +22,8 @@ from trunkline.controller.messages import BeamSearch, StepResult, Submit
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.worker.config import WorkerConfig
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import Sampling
-from trunkline.worker.runner import Runner
 from trunkline.worker.tiers.copy_lane import CopyOptions
 
 
@@ -73,7 +73,7 @@ class EngineLoop:
             pool_blocks=engine.num_blocks,
             **worker,
         )
-        self.runner = Runner.load(config, lambda *_: None, copying=copying)
+        self.runner = load_runner(config, lambda *_: None, copying=copying)
         self.engine = Engine(msgspec.structs.replace(engine, **self.runner.windows))
         self.memory = Memory()
         self.requests: dict[int, Done] = {}

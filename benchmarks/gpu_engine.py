@@ -16,6 +16,7 @@ import torch
 
 from trunkline.kvstore.chunks import blocks_for, pack_int32, unpack_int32
 from trunkline.worker.config import WorkerConfig
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import Join, Sampling, StepPlan
 from trunkline.worker.runner import Runner
 from trunkline.worker.tensor_parallel import TensorParallel
@@ -76,7 +77,7 @@ def main() -> None:
         rendezvous=rendezvous if forced else "",
     )
     connect = TensorParallel.connect if forced else TensorParallel.join
-    runner = Runner.load(config, lambda *_: None, connect=connect)
+    runner = load_runner(config, lambda *_: None, connect=connect)
     outputs = generate(runner, 4000)
     calls = runner.kernels.counters.calls
     runner.close()

@@ -35,7 +35,7 @@ from trunkline.kernels.library_attention import FLASH, LibraryPrefill, LibraryWo
 from trunkline.kernels.ops import AttentionSpec, KvPool
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, plan_decode_work
 from trunkline.kvstore.chunks import Int32Array, pack_int32
-from trunkline.worker.batch.decode_rows import LiveRows, RebuiltRows
+from trunkline.worker.batch.decode_planner import LivePlanner, RebuildingPlanner
 from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.messages import Join, Sampling
 
@@ -84,7 +84,7 @@ class Rebuilt:
     """Plans made from nothing."""
 
     def __init__(self) -> None:
-        self.rows = RebuiltRows(CHUNK)
+        self.rows = RebuildingPlanner(CHUNK)
         self.made: DecodePlan | None = None
 
     def step(self, batch: Batch, churn: bool) -> tuple[int, int]:
@@ -103,7 +103,7 @@ class Live:
     """Plans that go on."""
 
     def __init__(self) -> None:
-        self.rows = LiveRows(CHUNK)
+        self.rows = LivePlanner(CHUNK)
         self.generation = -1
 
     def step(self, batch: Batch, churn: bool) -> tuple[int, int]:

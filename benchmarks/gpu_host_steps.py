@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.cuda_library import AttentionShape
-from trunkline.worker import runner as runner_module
+from trunkline.worker import loading
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.runner import Runner
+from trunkline.worker.loading import load_runner
 from trunkline.worker.step_graphs import Replay
 
 VIEWS = (
@@ -115,7 +115,7 @@ class Way:
         self.graphs = NoGraphs()
         with (
             tempfile.TemporaryDirectory() as folder,
-            patch.object(runner_module, "choose_kernels", lambda *_: kernels),
+            patch.object(loading, "choose_kernels", lambda *_: kernels),
         ):
             make_checkpoint(Path(folder), shape, torch.device("cpu"))
             config = WorkerConfig(
@@ -129,7 +129,7 @@ class Way:
                 max_rows=rows_max,
                 cuda_graphs=graphs,
             )
-            self.runner = Runner.load(config, lambda *_: None, graphs=lambda: self.graphs)
+            self.runner = load_runner(config, lambda *_: None, graphs=lambda: self.graphs)
         self.batch = Batch(self.runner, shape, Gpu())
 
     @property

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from trunkline.kernels.ops import PackedLinear
 from trunkline.kvstore.chunks import blocks_for, pack_int32
 from trunkline.worker.config import WorkerConfig
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import Join, Sampling, StepPlan
 from trunkline.worker.model.weights import MlpWeights
 from trunkline.worker.runner import Runner
@@ -238,7 +239,7 @@ def measure_model(gpu: Gpu, out: Output, visit: Visit, shape: ModelShape = EIGHT
             max_rows=max(shape.batches),
             **gpu.worker,
         )
-        runner = Runner.load(config, lambda *_: None)
+        runner = load_runner(config, lambda *_: None)
     out.add({"model": "start"}, "loaded", visit.seconds - visit.seconds_left, "s", 1)
     runner.pool.data.normal_(std=0.1)
     if runner.launched.graphs is None:

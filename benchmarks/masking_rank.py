@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from trunkline.kvstore.chunks import OPEN_COUNT, blocks_for, pack_int32
 from trunkline.worker.config import WorkerConfig
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import Join, Sampling, StepPlan
-from trunkline.worker.runner import Runner
 
 CHUNK: Final = 64
 _SCORED: Final = Sampling(temperature=0, prompt_logprobs=0)
@@ -50,7 +50,7 @@ class Rank:
             dtype="float32",
             threads=threads,
         )
-        self._runner = Runner.load(config, lambda *_: None)
+        self._runner = load_runner(config, lambda *_: None)
         self._epoch = config.epoch
         self._all = list(range(blocks))
         self._free = list(self._all)

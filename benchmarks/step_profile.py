@@ -35,8 +35,8 @@ from trunkline.kernels.op_by_op import OpByOp, StepRunner
 from trunkline.kernels.program import Linear
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.config import WorkerConfig
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import Sampling, StepPlan
-from trunkline.worker.runner import Runner
 
 BLOCKS: Final = 512
 GROUP_OPS: Final = ("all_gather", "gather_columns", "broadcast")
@@ -77,7 +77,7 @@ class Clock:
 
 def rank_main(config: WorkerConfig, plans: Connection, timed: bool, op_by_op: bool) -> None:
     """One rank: plans in, on rank 0 results and times out."""
-    runner = Runner.load(config, lambda *_: None)
+    runner = load_runner(config, lambda *_: None)
     clock, decoder_of_step = Clock(), runner._decoder
     if op_by_op:
         decoder_of_step.runner = OpByOp(decoder_of_step.program, runner.kernels, runner.pool, runner._group)

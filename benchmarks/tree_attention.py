@@ -26,7 +26,7 @@ from small_model import VOCABULARY, small_model
 
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.kernels.cpu import CpuKernels
-from trunkline.worker import runner
+from trunkline.worker import device
 
 CHUNK: Final = 64
 OWN: Final = 64
@@ -57,7 +57,7 @@ class Arm:
             num_blocks=blocks, chunk_size=CHUNK, dtype="bfloat16", max_context=8192, max_inflight_steps=1
         )
         kernels = CpuKernels(threads=threads, share=two_phase)
-        with mock.patch.object(runner, "load_kernels", return_value=kernels):  # a server has no such option
+        with mock.patch.object(device, "load_kernels", return_value=kernels):  # a server has no such option
             self.loop = EngineLoop(small_model(), config, {"dtype": "bfloat16", "threads": threads})
         for text in texts:
             self.loop.submit(text, tokens)

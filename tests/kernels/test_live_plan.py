@@ -23,7 +23,7 @@ from trunkline.kernels.native import isa_levels
 from trunkline.kernels.ops import AttentionSpec, Kernels, KvPool
 from trunkline.kernels.plan import DecodePlan, WorkOptions
 from trunkline.kernels.reference import ReferenceKernels
-from trunkline.worker.batch.decode_rows import LiveRows
+from trunkline.worker.batch.decode_planner import LivePlanner
 
 NO_RUNS = np.zeros((0, 4), dtype=np.int32)
 BLOCKS = 700
@@ -42,7 +42,7 @@ def only_read(data: Tensor, plan: DecodePlan) -> Tensor:
     return data.masked_fill(hidden, float("nan"))
 
 
-def take_step(world: RowWorld, rows: LiveRows) -> None:
+def take_step(world: RowWorld, rows: LivePlanner) -> None:
     world.step()
     if world.rows_changed:
         rows.rows_changed()
@@ -57,7 +57,7 @@ def check_attention(
     kernels: Kernels, seed: int, steps: int, head_dim: int, dtype: torch.dtype, kv_dtype: str = "auto"
 ) -> None:
     rng, chunk = np.random.default_rng(seed), 16
-    world, rows = RowWorld(rng, chunk, rows_max=5), LiveRows(chunk)
+    world, rows = RowWorld(rng, chunk, rows_max=5), LivePlanner(chunk)
     spec, reference = make_spec(4, 2, head_dim), ReferenceKernels()
     generator = torch.Generator().manual_seed(seed)
     data = torch.randn(BLOCKS, 1, 2, 2, chunk, head_dim, generator=generator).to(dtype)
@@ -104,7 +104,7 @@ def test_a_state_that_is_carried_on_changes_no_bit(chunk: int, kv_dtype: str, se
     """In the batch-invariant mode rows may share a part of a cut; they have the same bits as if each had read its
     cut alone, with any number of threads."""
     rng = np.random.default_rng(seed)
-    world, rows = RowWorld(rng, chunk, rows_max=9), LiveRows(chunk)
+    world, rows = RowWorld(rng, chunk, rows_max=9), LivePlanner(chunk)
     dtype = torch.float32 if chunk == 32 else torch.bfloat16
     spec = make_spec(4, 2, 32, window=int(rng.choice([0, 700])))
     data = torch.randn(BLOCKS, 1, 2, 2, chunk, 32, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -143,7 +143,7 @@ def test_no_plan_is_read_while_it_is_written(monkeypatch: pytest.MonkeyPatch) ->
     """Of a step's layers only the first finds a plan that was just copied, patched or told a step: it may not be
     read before the stream has come to it. The others may read theirs ahead."""
     configure(H200, 0)
-    world, rows = RowWorld(np.random.default_rng(3), 16, rows_max=5), LiveRows(16)
+    world, rows = RowWorld(np.random.default_rng(3), 16, rows_max=5), LivePlanner(16)
     pool, spec = KvPool.wrap(torch.zeros(BLOCKS, 1, 2, 2, 16, 64, dtype=torch.float16)), make_spec(4, 2, 64)
     kernels, library = make_emulated(), emulated_library()
     launch, told, writes = library.call, list[int](), set[str]()
@@ -185,7 +185,7 @@ def test_nothing_is_uploaded_while_rows_only_grow() -> None:
     world.rows = [
         world._sequence([world._block() for _ in range(30 + n)], 16 * (29 + n) + 3, []) for n in range(4)
     ]
-    rows, kernels, spec = LiveRows(16), make_emulated(), make_spec(4, 2, 64)
+    rows, kernels, spec = LivePlanner(16), make_emulated(), make_spec(4, 2, 64)
     pool = KvPool.wrap(torch.zeros(BLOCKS, 1, 2, 2, 16, 64, dtype=torch.float16))
 
     def uploaded() -> int:

@@ -14,6 +14,7 @@ from worker.peft_folders import load
 from worker.ranks import Rank
 
 from trunkline.worker.errors import PlanError
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import Sampling
 from trunkline.worker.runner import Runner
 
@@ -67,7 +68,7 @@ def load_all(runner: Runner, model: Adapted) -> list[bytes]:
 def check_merged(model: Adapted, kernels: str) -> None:
     """Check rows with and without adapters beside each other."""
     config = run_config(model.base, kernels=kernels, pool_blocks=96, threads=2)
-    runner = Runner.load(config, lambda *_: None)
+    runner = load_runner(config, lambda *_: None)
     runner.pool.data.fill_(float("nan"))
     keys = load_all(runner, model)
     streams = generate_mixed(runner, keys)
@@ -91,7 +92,7 @@ def logits_beside_adapters(model: Adapted, **fields: Any) -> tuple[list[Any], li
     """The log-probabilities of each stream where some have adapters, and where none has."""
     texts = []
     for with_adapters in (True, False):
-        runner = Runner.load(run_config(model.base, pool_blocks=96, **fields), lambda *_: None)
+        runner = load_runner(run_config(model.base, pool_blocks=96, **fields), lambda *_: None)
         keys = load_all(runner, model)
         streams = generate_mixed(runner, keys if with_adapters else [b"", b""])
         texts.append([[report.top_logprobs for report in stream.logprobs] for stream in streams])
@@ -101,7 +102,7 @@ def logits_beside_adapters(model: Adapted, **fields: Any) -> tuple[list[Any], li
 
 def check_unloading(model: Adapted) -> None:
     """Check that an adapter which was unloaded is refused, and that one loaded in its place is used."""
-    runner = Runner.load(run_config(model.base, pool_blocks=96), lambda *_: None)
+    runner = load_runner(run_config(model.base, pool_blocks=96), lambda *_: None)
     keys = load_all(runner, model)
     runner.adapters.unload(keys[0])
     driver = Driver(runner.execute, num_blocks=96, chunk_size=8, seed=1)
@@ -110,7 +111,7 @@ def check_unloading(model: Adapted) -> None:
     with pytest.raises(PlanError, match="not loaded"):
         driver.run([stream], 1)
     runner.close()
-    runner = Runner.load(run_config(model.base, pool_blocks=96), lambda *_: None)
+    runner = load_runner(run_config(model.base, pool_blocks=96), lambda *_: None)
     for folder in model.folders:  # the first number is used again
         runner.adapters.unload(load(runner, "x", folder).key)
     assert load_all(runner, model) == keys

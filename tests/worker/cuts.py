@@ -18,6 +18,7 @@ from worker.ranks import Rank
 
 from trunkline.controller.messages import PromptLogprobs, StepResult
 from trunkline.kvstore.chunks import OPEN_COUNT, pack_int32, unpack_int32
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import Join, Sampling
 from trunkline.worker.runner import Runner
 
@@ -153,7 +154,7 @@ def dense_scores(scored: PromptLogprobs) -> list[NDArray[np.float32]]:
 
 def load(folder: Path, **fields: object) -> Runner:
     """A rank whose pool holds nothing but NaN: what was not written must not be read."""
-    runner = Runner.load(run_config(folder, chunk_size=CHUNK, pool_blocks=BLOCKS, **fields), lambda *_: None)
+    runner = load_runner(run_config(folder, chunk_size=CHUNK, pool_blocks=BLOCKS, **fields), lambda *_: None)
     runner.pool.data.view(torch.uint8).fill_(255)  # in every type
     return runner
 

@@ -12,6 +12,7 @@ from worker.ranks import Rank
 
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import StepResult
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import StepPlan
 from trunkline.worker.runner import Runner
 
@@ -36,7 +37,7 @@ def make_simulation(folder: Path, blocks: int, **settings: Any) -> Simulation:
         "window_share": settings.pop("window_share", 1.0),
     }
     config = run_config(folder, pool_blocks=blocks, **worker)
-    runner = Runner.load(config, lambda *_: None)
+    runner = load_runner(config, lambda *_: None)
     runner.pool.data.view(torch.uint8).fill_(255)  # NaN in every type, scales of int8 among them
     settings = {"max_context": 400, "host_slots": runner.host_slots, **runner.windows, **settings}
     simulation = Simulation(EngineConfig(num_blocks=blocks, chunk_size=8, **settings))

@@ -22,7 +22,8 @@ from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch, StepResult
 from trunkline.controller.sequences.sequence import Sequence
 from trunkline.kernels.library_attention import LibraryPrefill
-from trunkline.worker import runner as runner_module
+from trunkline.worker import loading
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import StepPlan
 from trunkline.worker.runner import Runner
 
@@ -39,8 +40,8 @@ def make_runner(
     kernels = make_emulated(prefill=prefill)
     config = run_config(folder, pool_blocks=blocks, cuda_graphs=graphs, max_rows=ROWS_MAX, **fields)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner_module, "choose_kernels", lambda *_: kernels)
-        runner = Runner.load(config, lambda *_: None, graphs=lambda: EmulatedGraphs(kernels))
+        patch.setattr(loading, "choose_kernels", lambda *_: kernels)
+        runner = load_runner(config, lambda *_: None, graphs=lambda: EmulatedGraphs(kernels))
     runner.pool.data.view(torch.uint8).fill_(255)  # NaN: never to be read
     return runner
 

@@ -18,6 +18,7 @@ from worker.driver import Stream, generate, run_config
 
 from trunkline.worker import __main__ as entry
 from trunkline.worker.config import WorkerConfig
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import Sampling
 from trunkline.worker.runner import Runner
 
@@ -84,7 +85,7 @@ class Rank(NamedTuple):
 
     def load(self, folder: Path, **fields: Any) -> Runner:
         """Return a runner that has met the others. Its pool holds NaN: what was not written must not be read."""
-        runner = Runner.load(self.config(folder, **fields), lambda *_: None)
+        runner = load_runner(self.config(folder, **fields), lambda *_: None)
         runner.pool.data.view(torch.uint8).fill_(255)  # in every type
         return runner
 

@@ -26,9 +26,9 @@ from worker.ranks import run_ranks
 from worker.variants import FAMILIES
 
 from trunkline.worker.errors import AdapterError
+from trunkline.worker.loading import load_runner
 from trunkline.worker.model.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from trunkline.worker.model.families import read_model_config
-from trunkline.worker.runner import Runner
 
 ATTENTION: Final = ("q_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "Wqkv", "c_attn", "dense")
 ONE_OF_EACH: Final = (
@@ -110,7 +110,7 @@ def test_load_unload_and_load_again(adapted: AdaptedModels) -> None:
 
 def test_the_name_is_a_part_of_the_key(adapted: AdaptedModels) -> None:
     model = adapted("gqa")
-    runner = Runner.load(run_config(model.base, pool_blocks=96), lambda *_: None)
+    runner = load_runner(run_config(model.base, pool_blocks=96), lambda *_: None)
     assert load(runner, "a", model.folders[0]).key != load(runner, "b", model.folders[0]).key
     runner.close()
 

@@ -21,6 +21,7 @@ from trunkline.kernels.native import library
 from trunkline.kernels.ops import PackedLinear
 from trunkline.kernels.reference import ReferenceKernels
 from trunkline.worker.errors import ParallelismError
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import Sampling
 from trunkline.worker.model.checkpoint import load_weights
 from trunkline.worker.model.families import check_model
@@ -28,7 +29,6 @@ from trunkline.worker.model.model_config import Shard
 from trunkline.worker.model.parallelism import check_parallelism
 from trunkline.worker.model.tensor_index import read_tensor_index
 from trunkline.worker.model.weights import ExpertWeights, MlpWeights, Weights
-from trunkline.worker.runner import Runner
 
 CPU = torch.device("cpu")
 REPLICATED = (
@@ -62,7 +62,7 @@ def test_logits_and_text_equal_transformers(name: str, kernels: str, models: Mod
     folder = models(name)
     if name == "sharded":
         assert len(list(folder.glob("*.safetensors"))) > 2
-    runner = Runner.load(run_config(folder, kernels=kernels), lambda *_: None)
+    runner = load_runner(run_config(folder, kernels=kernels), lambda *_: None)
     assert kernels in ("auto", runner.kernels.name)
     runner.pool.data.fill_(float("nan"))  # nothing that was not written may be read
     for stream in generate(runner):
@@ -74,7 +74,7 @@ def test_logits_and_text_equal_transformers(name: str, kernels: str, models: Mod
 def test_no_weight_depends_on_the_file(name: str, kernels: str, models: Models, tmp_path: Path) -> None:
     """Matrices may be packed from its mapping; nothing that stays may lie there."""
     folder = shutil.copytree(models(name), tmp_path / "copy")
-    runners = [Runner.load(run_config(each, kernels=kernels), lambda *_: None) for each in (folder, models(name))]
+    runners = [load_runner(run_config(each, kernels=kernels), lambda *_: None) for each in (folder, models(name))]
     for file in folder.glob("*.safetensors"):
         with file.open("r+b") as overwritten:
             overwritten.write(bytes(file.stat().st_size))
@@ -99,7 +99,7 @@ WIDE_HEADS: dict[str, dict[str, int]] = {
 def test_packed_chunks(name: str, models: Models) -> None:
     """Windows, biases, caps and partial rotation over packed chunks, some of them shared."""
     folder = models(name, **WIDE_HEADS[name])
-    runner = Runner.load(run_config(folder, chunk_size=16, kernels="cpu"), lambda *_: None)
+    runner = load_runner(run_config(folder, chunk_size=16, kernels="cpu"), lambda *_: None)
     runner.pool.data.fill_(float("nan"))
     driver = Driver(runner.execute, num_blocks=64, chunk_size=16, seed=1)
     rng = np.random.default_rng(3)
@@ -304,7 +304,7 @@ def test_what_is_quantised(name: str, models: Models) -> None:
 )
 def test_half_types_run_and_stay_close(name: str, models: Models) -> None:
     for dtype in ("bfloat16", "float16"):
-        runner = Runner.load(run_config(models(name), dtype=dtype), lambda *_: None)
+        runner = load_runner(run_config(models(name), dtype=dtype), lambda *_: None)
         if name == "gqa":
             assert runner.block_bytes == 2 * 2 * 2 * 8 * 8 * 2
         if name == "deepseek-v3":

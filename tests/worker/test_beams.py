@@ -27,6 +27,7 @@ from trunkline.controller.messages import BeamSearch
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.errors import PlanError
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import BeamPosition, Fork, Join, Sampling, StepPlan
 from trunkline.worker.runner import Runner
 from trunkline.worker.sampling.beams import RunningSearch, Scores
@@ -39,7 +40,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def make_driver(folder: Path, chunk_size: int, kernels: str = "auto") -> Driver:
     config = run_config(folder, chunk_size=chunk_size, pool_blocks=400, kernels=kernels)
-    runner = Runner.load(config, lambda *_: None)
+    runner = load_runner(config, lambda *_: None)
     runner.pool.data.fill_(float("nan"))
     return Driver(runner.execute, num_blocks=400, chunk_size=chunk_size, seed=3)
 
@@ -135,7 +136,7 @@ def test_ranks_find_what_one_finds(folder: Path) -> None:
         check(hypotheses, expected_hypotheses(folder, case))
     assert [len(output) for output in outputs] == [0, 10, 0] + [8] * 5
     config = run_config(folder, chunk_size=CHUNK, pool_blocks=BLOCKS)
-    assert run_cases(Runner.load(config, lambda *_: None), cases)[1] == outputs
+    assert run_cases(load_runner(config, lambda *_: None), cases)[1] == outputs
 
 
 @pytest.mark.parametrize("vocab_size", [1, 101, 256, 1000, 5000])
@@ -211,7 +212,7 @@ def make_group(tables: list[list[int]], tokens: int) -> tuple[RunningSearch, lis
 
 def test_copies_of_a_search_that_left_are_not_made(folder: Path) -> None:
     """Its blocks may belong to others by then."""
-    runner = Runner.load(run_config(folder), lambda *_: None)
+    runner = load_runner(run_config(folder), lambda *_: None)
     positions = [BeamPosition(5, index, 2, 0.0, 4) for index in range(2)]
     join = Join(1, pack_int32(prompt(11)), 0, 11, pack_int32([3, 4]), Sampling(), beam_position=positions[0])
     fork = Fork(1, 2, pack_int32([3, 6]), 0, positions[1])
@@ -234,7 +235,7 @@ def test_copies_of_a_search_that_left_are_not_made(folder: Path) -> None:
     ],
 )
 def test_malformed_searches(folder: Path, change: dict[str, Any], message: str) -> None:
-    runner = Runner.load(run_config(folder), lambda *_: None)
+    runner = load_runner(run_config(folder), lambda *_: None)
     count = change.get("candidates", 6)
     positions = [BeamPosition(5, index, 3, 0.0, count) for index in range(4)]
     join = Join(1, pack_int32(prompt(8)), 0, 8, pack_int32([3]), Sampling(), beam_position=positions[0])

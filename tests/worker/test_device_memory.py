@@ -16,7 +16,7 @@ from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.cuda_library import AttentionCall
 from trunkline.kernels.live_plan import LiveDecodePlan
 from trunkline.kvstore.chunks import unpack_int32
-from trunkline.worker import runner as runner_module
+from trunkline.worker import loading
 from trunkline.worker.batch.batch import BatchBuilder
 from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.config import WorkerConfig
@@ -31,8 +31,8 @@ from trunkline.worker.device import (
     rehearsal,
 )
 from trunkline.worker.errors import WorkerConfigError, WorkerError
+from trunkline.worker.loading import load_runner
 from trunkline.worker.model.decoder import Decoder
-from trunkline.worker.runner import Runner
 from trunkline.worker.sampling.sampler import Sampler
 
 GIB = 1 << 30
@@ -196,7 +196,7 @@ def test_the_largest_steps_run_before_the_pool_is_made(
     monkeypatch.setattr(Decoder, "__init__", watched_init)
     meter = FakeMemory()
     config = run_config(folder, token_budget=budget, max_rows=rows, pool_blocks=64, host_memory_bytes=1 << 20)
-    runner = Runner.load(config, lambda *_: None, meter)
+    runner = load_runner(config, lambda *_: None, meter)
     assert (seen["tokens"], seen["rows"]) == (budget, rows)
     assert all(seen.values()), seen
     assert pools == [POOL_BLOCKS, 64]
@@ -205,7 +205,7 @@ def test_the_largest_steps_run_before_the_pool_is_made(
     assert runner.steps == 0
     assert runner.kernels.counters.decode_plans == 0
     outputs = [stream.output for stream in generate(runner)]
-    plain = Runner.load(run_config(folder), lambda *_: None)
+    plain = load_runner(run_config(folder), lambda *_: None)
     assert outputs == [stream.output for stream in generate(plain)]
 
 
@@ -224,13 +224,13 @@ def test_nothing_of_the_cuda_kernels_is_left_for_the_first_request(
         merged.append(call.causal)
 
     monkeypatch.setattr(CudaKernels, "_take_workspace", watched)
-    monkeypatch.setattr(runner_module, "choose_kernels", lambda *_: kernels)
+    monkeypatch.setattr(loading, "choose_kernels", lambda *_: kernels)
     calls: dict[str, int] = {}
     monkeypatch.setattr(kernels.counters, "reset", lambda: calls.update(kernels.counters.calls))
     folder = make_checkpoint(tmp_path / "model", max_position_embeddings=2048)
     config = run_config(folder, token_budget=24, max_rows=6, chunk_size=64, pool_blocks=4, dtype="bfloat16")
     config = msgspec.structs.replace(config, cuda_graphs=False)
-    Runner.load(config, lambda *_: None, FakeMemory())
+    load_runner(config, lambda *_: None, FakeMemory())
     assert set(merged) == {0, 1}, "both of decoding and of prefill"
     assert {"decode_attention", "prefill_attention", "write_kv", "copy_blocks"} <= set(calls)
 
@@ -240,11 +240,11 @@ def test_the_pool_takes_what_was_measured(folder: Path) -> None:
     meter = FakeMemory(total=4 * GIB, free=3 * GIB)
     config = run_config(folder, pool_blocks=0, kv_memory_bytes=1, gpu_memory_fraction=0.9)
     config = msgspec.structs.replace(config, kv_memory_bytes=0)
-    runner = Runner.load(config, lambda *_: None, meter)
+    runner = load_runner(config, lambda *_: None, meter)
     assert runner.num_blocks == (int(4 * GIB * 0.9) - 3 * GIB) // runner.block_bytes
     meter.peak_bytes = 4 * GIB
     with pytest.raises(WorkerConfigError, match=r"no room for KV: this GPU has 4\.00 GiB"):
-        Runner.load(config, lambda *_: None, meter)
+        load_runner(config, lambda *_: None, meter)
 
 
 def test_a_step_that_does_not_fit_says_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +255,7 @@ def test_a_step_that_does_not_fit_says_what_to_do(folder: Path, monkeypatch: pyt
     with pytest.raises(
         WorkerError, match=r"1024 tokens and 256 rows .* 2.00 GiB; .*--token-budget.*allocate 5.00"
     ):
-        Runner.load(run_config(folder), lambda *_: None, FakeMemory())
+        load_runner(run_config(folder), lambda *_: None, FakeMemory())
     monkeypatch.undo()
 
     def refuse(*_: object, **__: object) -> None:
@@ -263,6 +263,6 @@ def test_a_step_that_does_not_fit_says_what_to_do(folder: Path, monkeypatch: pyt
             "CUDA error: no kernel image is available for execution on the device\nCUDA kernel errors"
         )
 
-    monkeypatch.setattr(runner_module, "load_weights", refuse)
+    monkeypatch.setattr(loading, "load_weights", refuse)
     with pytest.raises(WorkerConfigError, match=r"other GPUs than this one.*no kernel image is available"):
-        Runner.load(run_config(folder), lambda *_: None)
+        load_runner(run_config(folder), lambda *_: None)

@@ -16,6 +16,7 @@ from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.worker.batch.draft_rows import DraftRows, accepted
 from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.errors import PlanError
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import BeamPosition, Join, Sampling, StepPlan
 from trunkline.worker.runner import Runner
 
@@ -63,7 +64,7 @@ def compare(runner: Runner, samplings: list[Sampling], seed: int) -> tuple[int, 
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])
 def runner(request: pytest.FixtureRequest, folder: Path) -> Runner:
-    return Runner.load(run_config(folder, kernels=request.param), lambda *_: None)
+    return load_runner(run_config(folder, kernels=request.param), lambda *_: None)
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -82,7 +83,7 @@ def test_what_is_said_does_not_depend_on_drafts(runner: Runner, name: str, seed:
 def test_drafts_change_no_bit_of_what_rows_compute(models: Models, name: str, dtype: str) -> None:
     """With compiled kernels on a CPU: reports are equal, not only close."""
     folder = models(name, head_dim=16) if name == "gqa" else models(name)
-    runner = Runner.load(run_config(folder, kernels="cpu", dtype=dtype, invariant_rows=True), lambda *_: None)
+    runner = load_runner(run_config(folder, kernels="cpu", dtype=dtype, invariant_rows=True), lambda *_: None)
     samplings = [Sampling(temperature=t, seed=n, logprobs=VOCAB_SIZE) for n, t in enumerate((0.0, 1.0, 2.0))]
     texts = [text * 4 for text in prompts(3, 5)]
     plain, steps = decode(runner.execute, texts, samplings, count=40, first_step=1)
@@ -125,7 +126,7 @@ def drafts_on_rank(rank: Rank, folder: Path, expected: dict[str, list[Said]]) ->
 
 @pytest.mark.processes
 def test_two_ranks_accept_the_same_drafts(folder: Path) -> None:
-    runner = Runner.load(run_config(folder, kernels="reference"), lambda *_: None)
+    runner = load_runner(run_config(folder, kernels="reference"), lambda *_: None)
     expected = {}
     for name in ("greedy", "drawn", "penalties"):
         samplings = SAMPLINGS[name]
@@ -173,7 +174,7 @@ def test_what_is_accepted() -> None:
 )
 def test_drafts_that_do_not_fit(folder: Path, drafts: list[bytes], reason: str) -> None:
     """Among them those beyond the block table."""
-    runner = Runner.load(run_config(folder, kernels="reference"), lambda *_: None)
+    runner = load_runner(run_config(folder, kernels="reference"), lambda *_: None)
     join = Join(1, pack_int32([1, 2, 3, 4, 5]), 0, 5, pack_int32(Table(64, 8).take(24)), Sampling())
     runner.execute(StepPlan(1, 1, joins=[join], prefill=pack_int32([1, 0, 5, 0, 1])))
     with pytest.raises(PlanError, match=reason):

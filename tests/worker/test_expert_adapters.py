@@ -30,12 +30,12 @@ from worker.ranks import run_ranks
 
 from trunkline.kernels.reference import ReferenceKernels
 from trunkline.worker.errors import AdapterError
+from trunkline.worker.loading import load_runner
 from trunkline.worker.model.adapter_experts import find_stack
 from trunkline.worker.model.adapter_weights import load_adapter
 from trunkline.worker.model.adapters import WEIGHTS_FILE, read_adapter
 from trunkline.worker.model.families import read_model_config
 from trunkline.worker.model.model_config import Shard
-from trunkline.worker.runner import Runner
 
 BOTH: Final = ("gate_up_proj", "down_proj")
 ROUTERS: Final = ("gate", "router")
@@ -241,7 +241,7 @@ def test_folders_that_peft_itself_saves(name: str, models: Models, tmp_path: Pat
         merged.append(tmp_path / f"merged-{number}")
         transformers_model.cache_clear()
     model = Adapted(base, (folders[0], folders[1]), (merged[0], merged[1]))
-    runner = Runner.load(run_config(base, pool_blocks=96), lambda *_: None)
+    runner = load_runner(run_config(base, pool_blocks=96), lambda *_: None)
     keys = load_all(runner, model)
     check(generate_mixed(runner, keys), model, keys)
     runner.close()

@@ -22,9 +22,9 @@ from trunkline.worker.errors import (
     ParallelismError,
     UnsupportedModelError,
 )
+from trunkline.worker.loading import load_runner
 from trunkline.worker.model.families import check_model, read_model_config
 from trunkline.worker.model.ropes import inverse_frequencies
-from trunkline.worker.runner import Runner
 
 
 def edit(folder: Path, **changes: Any) -> None:
@@ -160,7 +160,7 @@ def test_longrope_is_chosen_once(original: int, max_context: int, tmp_path: Path
     assert rope.is_long == (not max_context)
     own = read_model_config(folder)
     assert (config.chunk_format(8, "float32") == own.chunk_format(8, "float32")) == rope.is_long
-    for stream in generate(Runner.load(run_config(folder, max_context=max_context), lambda *_: None)):
+    for stream in generate(load_runner(run_config(folder, max_context=max_context), lambda *_: None)):
         assert largest_difference(folder, stream) <= 1e-4
         assert_greedy(folder, stream)
 

@@ -17,6 +17,7 @@ from worker.driver import generate, run_config
 
 from trunkline.kernels.routing import Routing
 from trunkline.worker.errors import CheckpointError, ModelError, ParallelismError, UnsupportedModelError
+from trunkline.worker.loading import load_runner
 from trunkline.worker.model.config_fields import bloom_slopes, mpt_slopes
 from trunkline.worker.model.families import check_model, read_model_config
 from trunkline.worker.model.model_config import (
@@ -28,7 +29,6 @@ from trunkline.worker.model.model_config import (
     RopeConfig,
 )
 from trunkline.worker.model.parallelism import check_parallelism
-from trunkline.worker.runner import Runner
 
 HUB: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "hub_configs.json").read_text())
 """Configurations as they are on the hub, without the fields that have no effect here."""
@@ -428,7 +428,7 @@ def test_names_without_the_usual_prefix(
     folder = make_checkpoint(tmp_path / "model", variant)
     mask = torch.ones(1, 1, 64, 64, dtype=torch.uint8)
     rewrite(folder, {prefix: other}, **{f"{other}h.0.attn.bias": mask})
-    runner = Runner.load(run_config(folder), lambda *_: None)
+    runner = load_runner(run_config(folder), lambda *_: None)
     for stream in generate(runner):
         assert largest_difference(models(variant), stream) <= 1e-4
 
@@ -455,7 +455,7 @@ def test_text_models_of_those_that_see_images(
     text = json.loads(path.read_text())
     text.pop("architectures")
     path.write_text(json.dumps({"architectures": [name], "text_config": text, "vision_config": {}, **outside}))
-    runner = Runner.load(run_config(folder), lambda *_: None)
+    runner = load_runner(run_config(folder), lambda *_: None)
     for stream in generate(runner):
         assert largest_difference(models(variant), stream) <= 1e-4
 

@@ -22,6 +22,7 @@ from trunkline.kernels.grouped import GroupedWeight
 from trunkline.kernels.ops import PackedLinear, Quantisation, Weight
 from trunkline.kernels.reference import ReferenceKernels
 from trunkline.worker.errors import CheckpointError, UnsupportedModelError
+from trunkline.worker.loading import load_runner
 from trunkline.worker.model.checkpoint import load_weights
 from trunkline.worker.model.families import check_model
 from trunkline.worker.model.float8_files import Float8Scheme
@@ -29,7 +30,6 @@ from trunkline.worker.model.model_config import Shard
 from trunkline.worker.model.packed_files import packed_matrices, read_scheme
 from trunkline.worker.model.packed_weights import read_float8
 from trunkline.worker.model.tensor_index import has_blocks, read_tensor_index
-from trunkline.worker.runner import Runner
 
 BLOCKS: Final[dict[str, Any]] = {
     "quant_method": "fp8",
@@ -176,7 +176,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
 def test_logits_are_those_of_the_same_numbers(name: str, kernels: str, pairs: Pairs) -> None:
     pair = pairs(name)
     assert has_blocks(pair.stored)
-    runner = Runner.load(run_config(pair.stored, kernels=kernels), lambda *_: None)
+    runner = load_runner(run_config(pair.stored, kernels=kernels), lambda *_: None)
     for stream in generate(runner):
         assert largest_difference(pair.plain, stream) <= 1e-4
         assert_greedy(pair.plain, stream)

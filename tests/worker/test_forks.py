@@ -14,6 +14,7 @@ from worker.driver import VOCAB_SIZE, Driver, Stream, dense_logprobs, run_config
 from trunkline.controller.sequences.beam_search import sample_seed
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.worker.errors import PlanError
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import Fork, Join, Sampling, StepPlan
 from trunkline.worker.runner import Runner
 
@@ -24,7 +25,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def load(folder: Path, **settings: Any) -> Runner:
-    runner = Runner.load(run_config(folder, pool_blocks=200, **settings), lambda *_: None)
+    runner = load_runner(run_config(folder, pool_blocks=200, **settings), lambda *_: None)
     runner.pool.data.fill_(float("nan"))
     return runner
 

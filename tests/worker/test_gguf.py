@@ -26,6 +26,7 @@ from trunkline.kernels.grouped import GroupedWeight
 from trunkline.kernels.ops import PackedLinear
 from trunkline.kernels.reference import ReferenceKernels
 from trunkline.worker.errors import CheckpointError, ModelError, ParallelismError, UnsupportedModelError
+from trunkline.worker.loading import load_runner
 from trunkline.worker.model.checkpoint import load_weights
 from trunkline.worker.model.families import check_model
 from trunkline.worker.model.gguf.config import config_of
@@ -34,7 +35,6 @@ from trunkline.worker.model.gguf.folder import describe, parts_of, stem_of
 from trunkline.worker.model.gguf.names import DENSE_TYPES, read_stored
 from trunkline.worker.model.gguf.weights import GgufSlices
 from trunkline.worker.model.model_config import Shard
-from trunkline.worker.runner import Runner
 
 WIDE: Final[dict[str, Any]] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 """Rows of whole blocks of 256 values."""
@@ -131,7 +131,7 @@ def test_types_are_those_of_the_kernels() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_text_equal_transformers(name: str, pairs: Callable[[str], Pair]) -> None:
     pair = pairs(name)
-    runner = Runner.load(run_config(pair.folder), lambda *_: None)
+    runner = load_runner(run_config(pair.folder), lambda *_: None)
     for stream in generate(runner):
         assert largest_difference(pair.rounded, stream) <= 1e-4
         assert_greedy(pair.rounded, stream)

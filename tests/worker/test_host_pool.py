@@ -15,8 +15,8 @@ from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import KvPool
 from trunkline.kvstore.chunks import Int32Array, SlotId, pack_int32
 from trunkline.worker.errors import PlanError, WorkerConfigError
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import StepPlan
-from trunkline.worker.runner import Runner
 from trunkline.worker.tiers.copier import Copier
 from trunkline.worker.tiers.host_pool import HostPool
 
@@ -203,7 +203,7 @@ def test_measuring_changes_nothing(make_pool: MakePool) -> None:
 
 
 def test_a_runner_without_a_host_pool_moves_nothing(folder: Path) -> None:
-    runner = Runner.load(run_config(folder), lambda *_: None)
+    runner = load_runner(run_config(folder), lambda *_: None)
     assert (runner.host_slots, runner.swap_us_per_block) == (0, 0.0)
     with pytest.raises(PlanError, match="no host pool"):
         Driver(runner.execute, num_blocks=64, chunk_size=8).send(saves=pack_int32([0, 0, 1]))
@@ -211,4 +211,4 @@ def test_a_runner_without_a_host_pool_moves_nothing(folder: Path) -> None:
 
 def test_too_little_memory_is_refused(folder: Path) -> None:
     with pytest.raises(WorkerConfigError, match="no room for a single block"):
-        Runner.load(run_config(folder, host_memory_bytes=100), lambda *_: None)
+        load_runner(run_config(folder, host_memory_bytes=100), lambda *_: None)

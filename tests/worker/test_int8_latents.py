@@ -13,7 +13,7 @@ from worker.checkpoints import Models, transformers_logits
 from worker.driver import VOCAB_SIZE, Stream, dense_logprobs, generate, run_config
 from worker.ranks import generate_with_each, run_ranks
 
-from trunkline.worker.runner import Runner
+from trunkline.worker.loading import load_runner
 
 NAMES: Final = ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "glm4-moe-lite", "mistral4")
 TOLERANCE: Final = 0.04
@@ -29,7 +29,7 @@ def difference(folder: Path, stream: Stream) -> float:
 
 
 def run(name: str, models: Models, **fields: object) -> list[Stream]:
-    runner = Runner.load(run_config(models(name), kv_dtype="int8", **fields), lambda *_: None)
+    runner = load_runner(run_config(models(name), kv_dtype="int8", **fields), lambda *_: None)
     assert runner.pool.data.dtype == torch.int8
     runner.pool.data.view(torch.uint8).fill_(255)  # scales that are NaN
     return generate(runner)

@@ -11,6 +11,7 @@ from worker.checkpoints import make_checkpoint
 from worker.driver import VOCAB_SIZE, Driver, Stream, run_config
 
 from trunkline.kernels.native import isa_levels
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import Sampling
 from trunkline.worker.runner import Runner
 
@@ -26,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, **fields: object) -> Runner:
-    runner = Runner.load(run_config(folder, chunk_size=CHUNK, **fields), lambda *_: None)
+    runner = load_runner(run_config(folder, chunk_size=CHUNK, **fields), lambda *_: None)
     runner.pool.data.fill_(float("nan"))  # nothing that was not written may be read
     return runner
 

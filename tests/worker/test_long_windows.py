@@ -19,8 +19,8 @@ from worker.ranks import run_ranks
 
 from trunkline.controller.messages import StepResult
 from trunkline.kvstore.chunk_format import KV_DTYPES
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import StepPlan
-from trunkline.worker.runner import Runner
 
 WINDOW = 20
 BLOCKS = 26
@@ -38,7 +38,7 @@ def small(folder: Path, blocks: int = BLOCKS, **settings: object) -> Simulation:
 
 def test_only_models_whose_layers_all_have_a_window_have_one(models: Models, windowed: Path) -> None:
     windows = {
-        folder: Runner.load(
+        folder: load_runner(
             run_config(models(folder) if folder != "windowed" else windowed), lambda *_: None
         ).window
         for folder in ("windowed", "gqa", "gemma2", "qwen2-windows")

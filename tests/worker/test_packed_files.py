@@ -19,13 +19,13 @@ from trunkline.kernels.grouped import GroupedWeight
 from trunkline.kernels.ops import PackedLinear, Quantisation, Weight
 from trunkline.kernels.reference import ReferenceKernels
 from trunkline.worker.errors import CheckpointError, UnsupportedModelError
+from trunkline.worker.loading import load_runner
 from trunkline.worker.model.checkpoint import load_weights
 from trunkline.worker.model.families import check_model
 from trunkline.worker.model.model_config import Shard
 from trunkline.worker.model.packed_files import packed_matrices, read_scheme
 from trunkline.worker.model.packed_weights import read_packed
 from trunkline.worker.model.tensor_index import has_blocks, read_tensor_index
-from trunkline.worker.runner import Runner
 
 SHAPE: Final[dict[str, Any]] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 AWQ: Final[dict[str, Any]] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
@@ -79,7 +79,7 @@ def make_pair(root: Path, config: dict[str, Any], model: str) -> Pair:
 def test_logits_are_those_of_the_rounded_weights(name: str, pairs: Callable[[str], Pair]) -> None:
     pair = pairs(name)
     assert has_blocks(pair.packed)
-    runner = Runner.load(
+    runner = load_runner(
         run_config(pair.packed, kernels="auto" if name in ("awq", *EXPERTS) else "reference"), lambda *_: None
     )
     for stream in generate(runner):

@@ -17,8 +17,8 @@ from worker.variants import FAMILIES
 
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.errors import PlanError
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import POOL_LAST, POOL_MEAN, Join, Sampling, StepPlan
-from trunkline.worker.runner import Runner
 
 
 def check(folder: Path, streams: list[Stream]) -> None:
@@ -30,7 +30,7 @@ def check(folder: Path, streams: list[Stream]) -> None:
 
 @with_kernels(FAMILIES, soak=set(FAMILIES) - {*KINDS, "mixtral", "gemma2", "falcon-7b", "qwen3"})
 def test_states_equal_those_of_transformers(name: str, kernels: str, models: Models) -> None:
-    runner = Runner.load(run_config(models(name), kernels=kernels), lambda *_: None)
+    runner = load_runner(run_config(models(name), kernels=kernels), lambda *_: None)
     runner.pool.data.fill_(float("nan"))
     check(models(name), pool_prompts(runner))
     runner.close()
@@ -48,14 +48,14 @@ def test_ranks_give_the_same(models: Models) -> None:
 
 def test_a_mean_without_its_first_tokens(folder: Path) -> None:
     """A controller that takes the cached part for granted would get a wrong mean."""
-    runner = Runner.load(run_config(folder), lambda *_: None)
+    runner = load_runner(run_config(folder), lambda *_: None)
     join = Join(1, pack_int32(range(8)), 0, 8, pack_int32([3]), Sampling(pooling=POOL_MEAN))
     with pytest.raises(PlanError, match="5 of its prompt's 8 tokens"):
         runner.execute(StepPlan(1, 1, joins=[join], prefill=pack_int32([1, 3, 5, 3, 1])))
 
 
 def test_half_precision_stays_close(folder: Path) -> None:
-    runner = Runner.load(run_config(folder, dtype="bfloat16"), lambda *_: None)
+    runner = load_runner(run_config(folder, dtype="bfloat16"), lambda *_: None)
     for stream in pool_prompts(runner):
         ours, theirs = pooled(stream), expected(folder, stream)
         assert ours.dtype == np.float32

@@ -14,6 +14,7 @@ from worker.driver import VOCAB_SIZE, Driver, Stream, dense_logprobs, generate, 
 from trunkline.controller.messages import StepResult
 from trunkline.kvstore.chunks import OPEN_COUNT, Extent, pack_int32, unpack_int32
 from trunkline.worker.errors import PlanError, WorkerConfigError
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import Join, Sampling, StepPlan
 from trunkline.worker.runner import Runner
 from trunkline.worker.tensor_parallel import TensorParallel
@@ -24,7 +25,7 @@ ALL_LOGPROBS = Sampling(temperature=0, logprobs=VOCAB_SIZE)
 
 @pytest.fixture
 def runner(folder: Path) -> Runner:
-    return Runner.load(run_config(folder), lambda *_: None)
+    return load_runner(run_config(folder), lambda *_: None)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -79,7 +80,7 @@ def test_leaving_row_needs_new_rows(runner: Runner) -> None:
 
 def test_plans_are_copied_lazily(folder: Path) -> None:
     """One plan per change of rows, not one per step or filled block."""
-    runner = Runner.load(run_config(folder), lambda *_: None)
+    runner = load_runner(run_config(folder), lambda *_: None)
     driver = Driver(runner.execute, num_blocks=64, chunk_size=8)
     stream = driver.add(prompt(8), GREEDY)
     driver.run([stream], 33, piece=8)
@@ -94,7 +95,7 @@ def test_with_invariant_rows_a_first_token_is_the_same_bits_beside_another_promp
     """Of a long prompt that lacks only its last token, which alone in a step could be a decode row."""
     found = []
     for more_joins, more_prefill in (([], []), ([join(2, prompt(5, 3), [50])], [2, 0, 5, 0, 1])):
-        runner = Runner.load(run_config(folder, invariant_rows=True, dtype="bfloat16"), lambda *_: None)
+        runner = load_runner(run_config(folder, invariant_rows=True, dtype="bfloat16"), lambda *_: None)
         first = join(1, prompt(100), list(range(13)), ALL_LOGPROBS)
         runner.execute(StepPlan(1, 1, joins=[first], prefill=pack_int32([1, 0, 99, 0, 0])))
         result = step(runner, joins=more_joins, prefill=pack_int32([1, 99, 1, 0, 1, *more_prefill]))
@@ -154,7 +155,7 @@ def test_relocated_chunks_act_where_the_layout_says(rope: dict[str, Any], tmp_pa
     result must equal a computation of the kept tokens alone."""
     settings: dict[str, Any] = {"rope_parameters": {**rope, "rope_theta": 100.0}} if rope else {}
     folder = make_checkpoint(tmp_path / "model", num_hidden_layers=1, **settings)
-    runner = Runner.load(run_config(folder), lambda *_: None)
+    runner = load_runner(run_config(folder), lambda *_: None)
     tokens, new = prompt(40), prompt(6, seed=1)
     table = [7, 3, 11, 2, 30]
     step(runner, joins=[join(1, tokens, table)], prefill=pack_int32([1, 0, 40, 0, 0]))
@@ -194,15 +195,15 @@ def test_relocated_chunks_act_where_the_layout_says(rope: dict[str, Any], tmp_pa
 
 def test_pool_size_from_memory(folder: Path) -> None:
     config = run_config(folder, pool_blocks=0, kv_memory_bytes=100_000)
-    runner = Runner.load(config, lambda *_: None)
+    runner = load_runner(config, lambda *_: None)
     assert runner.num_blocks == 100_000 // runner.block_bytes
     with pytest.raises(WorkerConfigError, match="no room"):
-        Runner.load(run_config(folder, pool_blocks=0, kv_memory_bytes=100), lambda *_: None)
+        load_runner(run_config(folder, pool_blocks=0, kv_memory_bytes=100), lambda *_: None)
 
 
 def test_collectives_can_be_forced_on_one_rank(folder: Path, tmp_path: Path) -> None:
-    plain = generate(Runner.load(run_config(folder), lambda *_: None))
+    plain = generate(load_runner(run_config(folder), lambda *_: None))
     forced = run_config(folder, rendezvous=f"file://{tmp_path}/rendezvous")
-    runner = Runner.load(forced, lambda *_: None, connect=TensorParallel.connect)
+    runner = load_runner(forced, lambda *_: None, connect=TensorParallel.connect)
     assert [stream.output for stream in generate(runner)] == [stream.output for stream in plain]
     runner.close()

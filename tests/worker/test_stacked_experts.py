@@ -18,13 +18,13 @@ from trunkline.kernels.grouped import GroupedWeight
 from trunkline.kernels.ops import Activation, PackedLinear, Quantisation, Weight
 from trunkline.kernels.reference import ReferenceKernels
 from trunkline.worker.errors import CheckpointError
+from trunkline.worker.loading import load_runner
 from trunkline.worker.model.checkpoint import load_weights
 from trunkline.worker.model.families import check_model
 from trunkline.worker.model.model_config import Shard
 from trunkline.worker.model.packed_weights import read_mxfp4
 from trunkline.worker.model.stacked_experts import MemberKind, members
 from trunkline.worker.model.tensor_index import has_blocks, read_tensor_index
-from trunkline.worker.runner import Runner
 
 E2M1: Final = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 """The values of the codes without a sign, as the format's description lists them."""
@@ -76,7 +76,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def test_logits_are_those_of_the_same_numbers(kernels: str, pair: Pair) -> None:
     assert has_blocks(pair.packed)
     assert not has_blocks(pair.plain)
-    runner = Runner.load(run_config(pair.packed, kernels=kernels), lambda *_: None)
+    runner = load_runner(run_config(pair.packed, kernels=kernels), lambda *_: None)
     for stream in generate(runner):
         assert largest_difference(pair.plain, stream) <= 1e-4
         assert_greedy(pair.plain, stream)

@@ -31,6 +31,7 @@ from trunkline.kernels.shared_group import SharedGroup, create_file
 from trunkline.worker.batch.batch import ForwardBatch
 from trunkline.worker.device import TORCH_DTYPES
 from trunkline.worker.errors import PeerLostError
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import Sampling
 from trunkline.worker.model.checkpoint import load_weights
 from trunkline.worker.model.decoder import Decoder, make_kv_pool
@@ -87,7 +88,7 @@ def watch(runner: Runner, forward: Any) -> None:
 
 
 def load(folder: Path, **fields: Any) -> tuple[Runner, CpuProgram]:
-    runner = Runner.load(run_config(folder, **fields), lambda *_: None)
+    runner = load_runner(run_config(folder, **fields), lambda *_: None)
     program = runner._decoder.runner
     assert isinstance(program, CpuProgram)
     return runner, program

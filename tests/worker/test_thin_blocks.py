@@ -27,8 +27,8 @@ from worker.thin_driver import (
 
 from trunkline.controller.messages import BeamSearch, StepResult
 from trunkline.worker.errors import WorkerConfigError
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import StepPlan
-from trunkline.worker.runner import Runner
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -181,7 +181,7 @@ def test_a_share_is_refused_where_it_cannot_be(models: Models) -> None:
     ):
         folder = models(name, **settings)
         with pytest.raises(WorkerConfigError, match=reason):
-            Runner.load(run_config(folder, window_share=0.5), lambda *_: None)
+            load_runner(run_config(folder, window_share=0.5), lambda *_: None)
     for fields, reason in (
         ({"window_share": 0.0}, "more than 0"),
         ({"window_share": 0.5, "device": "cuda"}, "cpu"),

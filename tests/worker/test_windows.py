@@ -13,7 +13,7 @@ from worker.row_world import RowWorld
 from trunkline.kernels.plan import DecodePlan, WorkOptions
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.kvstore.windows import all_chunks_behind, chunks_behind, window_blocks
-from trunkline.worker.batch.decode_rows import DecodeRows, LiveRows, RebuiltRows
+from trunkline.worker.batch.decode_planner import DecodePlanner, LivePlanner, RebuildingPlanner
 from trunkline.worker.batch.sequences import BatchSequence, entries_behind, segments_of
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import Join, Sampling
@@ -52,7 +52,7 @@ def read_by_plan(plan: DecodePlan) -> list[Counter[Token]]:
     return read
 
 
-def read_by_live(rows: LiveRows) -> list[Counter[Token]]:
+def read_by_live(rows: LivePlanner) -> list[Counter[Token]]:
     """The tokens that each row reads by a live plan."""
     work = decode(rows.plan.work(OPTIONS).array, rows.plan.steps)
     read: list[Counter[Token]] = [Counter() for _ in work.query_position]
@@ -63,14 +63,14 @@ def read_by_live(rows: LiveRows) -> list[Counter[Token]]:
     return read
 
 
-def check_window(rows: DecodeRows, world: RowWorld, chunk: int, window: int) -> None:
+def check_window(rows: DecodePlanner, world: RowWorld, chunk: int, window: int) -> None:
     """Compare what the rows read with a plan of whole contexts."""
     own = np.array([row.known for row in world.rows], dtype=np.int32)
     drafted = world.drafts
     sequences = world.rows if drafted is None else drafted.sequences
     lengths = own if drafted is None else drafted.lengths
     whole = segments_of(sequences, lengths, chunk)
-    read = read_by_live(rows) if isinstance(rows, LiveRows) else read_by_plan(rows.plan)  # type: ignore[arg-type]
+    read = read_by_live(rows) if isinstance(rows, LivePlanner) else read_by_plan(rows.plan)  # type: ignore[arg-type]
     for row, (sequence, length) in enumerate(zip(sequences, lengths.tolist(), strict=True)):
         query = int(rows.positions[row])
         seen: Counter[Token] = Counter()
@@ -94,7 +94,7 @@ def test_rows_read_their_windows(seed: int, live: bool) -> None:
     chunk, window = int(rng.choice([1, 4, 16])), int(rng.integers(1, 70))
     kinds = ("plain", "cut", "beams", "drafts") if seed % 2 else ("plain", "drafts")
     world = RowWorld(rng, chunk, rows_max=6, kinds=kinds)
-    rows: DecodeRows = LiveRows(chunk, window) if live else RebuiltRows(chunk, window)
+    rows: DecodePlanner = LivePlanner(chunk, window) if live else RebuildingPlanner(chunk, window)
     for _ in range(150):
         world.step()
         if not world.rows:

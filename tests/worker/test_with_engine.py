@@ -16,7 +16,7 @@ from worker.engine_driver import make_simulation
 from worker.variants import FAMILIES
 
 from trunkline.controller.messages import BeamSearch
-from trunkline.controller.scheduling import filled_rows
+from trunkline.controller.scheduling import row_blocks
 from trunkline.controller.sequences.sequence import Sequence
 from trunkline.kvstore.chunk_format import KV_DTYPES
 
@@ -65,15 +65,15 @@ def test_chunks_that_enter_late_and_blocks_that_come_early_change_no_text(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, rng = models("gqa"), np.random.default_rng(3)
-    monkeypatch.setattr(filled_rows, "SLACK_PART", 2)  # chunks of 8 tokens: by up to four of them
+    monkeypatch.setattr(row_blocks, "SLACK_PART", 2)  # chunks of 8 tokens: by up to four of them
     prompts = {seed: rng.integers(VOCAB_SIZE, size=int(rng.integers(1, 20))).tolist() for seed in range(20)}
-    early, give = list[bool](), filled_rows.give_early
+    early, give = list[bool](), row_blocks.give_early
 
     def noted(*arguments: Any) -> bool:
         early.append(give(*arguments))
         return early[-1]
 
-    monkeypatch.setattr("trunkline.controller.scheduling.scheduler.give_early", noted)
+    monkeypatch.setattr("trunkline.controller.scheduling.row_blocks.give_early", noted)
     many, _ = simulate(folder, prompts, 200, "auto")
     assert early.count(True) > 3
     alone = [simulate(folder, {seed: prompts[seed]}, 60, "auto")[0][0] for seed in (0, 7, 13, 19)]

@@ -16,8 +16,8 @@ from worker.driver import VOCAB_SIZE, Driver, run_config
 from trunkline.controller.messages import StepResult
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
+from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import Join, Sampling
-from trunkline.worker.runner import Runner
 from trunkline.worker.tiers.copier import Copier
 from trunkline.worker.tiers.copy_lane import CopyLane, CopyOptions
 
@@ -121,7 +121,7 @@ class Traveller:
 
     def __init__(self, folder: Path, copying: CopyOptions = CopyOptions(), **config: Any) -> None:  # noqa: B008
         settings: dict[str, Any] = {"host_memory_bytes": 1 << 18, **config}
-        self.runner = Runner.load(run_config(folder, **settings), lambda *_: None, copying=copying)
+        self.runner = load_runner(run_config(folder, **settings), lambda *_: None, copying=copying)
         self.driver = Driver(self.runner.execute, num_blocks=64, chunk_size=8)
         self.tokens = np.random.default_rng(4).integers(VOCAB_SIZE, size=self.PROMPT).tolist()
         self.results: list[Any] = []

@@ -17,6 +17,7 @@ from trunkline.runtime.process import enter_role, spare_the_collector
 from trunkline.worker import fork_server
 from trunkline.worker.config import WorkerConfig, load_config
 from trunkline.worker.errors import WorkerConfigError
+from trunkline.worker.loading import load_runner
 from trunkline.worker.runner import Runner
 from trunkline.worker.service import serve
 
@@ -68,7 +69,7 @@ def run(path: Path) -> int:
 
 
 def _load(config: WorkerConfig, progress: Callable[[str, float], None]) -> Runner:
-    runner = Runner.load(config, progress)
+    runner = load_runner(config, progress)
     spare_the_collector()
     return runner
 

@@ -29,35 +29,25 @@ from trunkline.worker.batch.sequences import SequenceTable
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.device import (
     TORCH_DTYPES,
-    CudaMemory,
-    MemoryMeter,
-    choose_device,
     choose_kernels,
     choose_sampling,
     in_inference_mode,
-    longest_sequence,
-    measure_largest_step,
 )
 from trunkline.worker.errors import PlanError, WorkerConfigError
 from trunkline.worker.grammar.compiler import GrammarStore
 from trunkline.worker.launched_steps import LaunchedStep, LaunchedSteps
 from trunkline.worker.messages import CompileGrammar, StepPlan
 from trunkline.worker.model.adapter_store import AdapterStore
-from trunkline.worker.model.checkpoint import Progress, load_weights
 from trunkline.worker.model.decoder import Decoder
-from trunkline.worker.model.families import check_model
-from trunkline.worker.model.model_config import Shard
-from trunkline.worker.pool_memory import PoolMaker, make_copier, thin_blocks, windows_of
+from trunkline.worker.pool_memory import thin_blocks, windows_of
 from trunkline.worker.sampling.beams import BeamSearches
 from trunkline.worker.sampling.pooling import Pooler
 from trunkline.worker.sampling.sampler import Sampler
 from trunkline.worker.sampling.selection import Selection, Selector
-from trunkline.worker.step_graphs import CudaGraphs, GraphMaker, ReplayedStep, capture_steps
-from trunkline.worker.tensor_parallel import TensorParallel, of_loading
+from trunkline.worker.step_graphs import GraphMaker, ReplayedStep, capture_steps
+from trunkline.worker.tensor_parallel import TensorParallel
 from trunkline.worker.tiers.copier import MEASURED_BLOCKS, Copier
-from trunkline.worker.tiers.copy_lane import CopyOptions, LayerTrace, StepGate
-
-Connect = Callable[[WorkerConfig, torch.device], TensorParallel]
+from trunkline.worker.tiers.copy_lane import LayerTrace, StepGate
 
 
 class Runner:
@@ -71,17 +61,23 @@ class Runner:
         group: TensorParallel,
         copier: Copier | None,
     ) -> None:
-        """Make a runner of parts that exist; `load` makes the parts."""
+        """Make a runner of parts that exist; `loading.load_runner` makes the parts."""
         self._config = config
         self._decoder, self._group = decoder, group
         self.kernels = kernels
         device = decoder.pool.data.device
         self._sequences = SequenceTable(self.num_blocks, self.window)
         live = kernels.name != "reference"
-        # Whether a prompt enters depends on what stands beside it, and so would the bits of its first token.
-        enters = kernels.name == "cpu" and not config.invariant_rows
+        # Prefill and decoding round differently, and which of them computes a cached prompt depends on the step's
+        # other prompts. With `invariant_rows` they must not change a bit.
+        as_rows = kernels.name == "cpu" and not config.invariant_rows
         self._batches = BatchBuilder(
-            self._sequences, config.chunk_size, device, live=live, window=self.window, enters=enters
+            self._sequences,
+            config.chunk_size,
+            device,
+            live=live,
+            window=self.window,
+            cached_prompts_decode=as_rows,
         )
         self._searches = BeamSearches()
         shard = decoder.shard
@@ -106,95 +102,6 @@ class Runner:
         """Microseconds for one save and one load of a block; 0 without a host pool."""
         self.launched = LaunchedSteps(lambda: self.copier.take_moved() if self.copier else (0, 0))
         """Steps that run, and results that wait to be taken."""
-
-    @classmethod
-    def load(
-        cls,
-        config: WorkerConfig,
-        progress: Progress,
-        meter: MemoryMeter | None = None,
-        *,
-        copying: CopyOptions = CopyOptions(),  # noqa: B008
-        connect: Connect = TensorParallel.join,
-        graphs: Callable[[], GraphMaker] = CudaGraphs,
-    ) -> Runner:
-        """Join the group, read the shard, allocate the pool.
-
-        Args:
-            meter: Measures the device's memory. None: on a GPU `CudaMemory`, on a CPU nothing is measured.
-            copying: How copies go on beside the computation; benchmarks compare other ways.
-            connect: How this rank meets the others; tests on one GPU have collectives in a group of one.
-            graphs: What captures decode steps, where CUDA kernels run them; tests emulate it.
-
-        Raises:
-            WorkerConfigError: A configuration that can never work on this device.
-            WorkerError: A model, a configuration or a group that does not work.
-        """
-        try:
-            return cls._load(config, progress, meter, copying, connect, graphs)
-        except RuntimeError as error:
-            found = of_loading(error)
-            if found is None:
-                raise
-            raise found from error
-
-    @classmethod
-    def _load(
-        cls,
-        config: WorkerConfig,
-        progress: Progress,
-        meter: MemoryMeter | None,
-        copying: CopyOptions,
-        connect: Connect,
-        graphs: Callable[[], GraphMaker],
-    ) -> Runner:
-        model = check_model(
-            Path(config.model), config.tp, config.dtype, config.max_context, expert_parallel=config.expert_parallel
-        )
-        device = choose_device(config)
-        if meter is None and device.type == "cuda":
-            meter = CudaMemory(device)
-        free_at_start = meter.total_and_free()[1] if meter is not None else 0
-        progress("joining the group", 0.0)
-        group = connect(config, device)
-        kernels = choose_kernels(config, config.threads)
-        if model.latent is not None and kernels.name == "cuda":
-            raise WorkerConfigError("latent attention has no CUDA kernels; use device cpu, or kernels reference")
-        # The native kernels have threads of their own; torch's would wait for work by spinning on their cores.
-        torch.set_num_threads(1 if kernels.name == "cpu" else config.threads)
-        shard = Shard(model, config.rank, config.tp)
-        dtype = TORCH_DTYPES[config.dtype]
-        weights = load_weights(Path(config.model), shard, dtype, device, kernels, progress, config.quantisation)
-
-        pools = PoolMaker(config, model, device)
-
-        def make(blocks: int, host_memory_bytes: int) -> Runner:
-            pool = pools.make(blocks)
-            copier = make_copier(config, pool, host_memory_bytes, copying)
-            return cls(config, Decoder(shard, weights, kernels, group, pool), kernels, group, copier)
-
-        longest = longest_sequence(config, model.max_positions)
-        if meter is None:
-            fitting = pools.fitting
-        else:
-            progress("running the largest step", 0.0)
-            fitting = measure_largest_step(
-                lambda blocks: make(blocks, 0),
-                lambda runner: runner.capture_graphs(graphs, longest),
-                config,
-                longest,
-                pools.part.chunk_bytes,
-                meter,
-                free_at_start,
-            )
-        blocks = group.minimum(fitting)
-        if blocks < 1:
-            raise WorkerConfigError("the KV pool has no room for a single block; give it more memory")
-        runner = make(blocks, config.host_memory_bytes)
-        runner.warm_up()
-        progress("capturing graphs", 0.0)
-        runner.capture_graphs(graphs, longest)
-        return runner
 
     @torch.inference_mode()
     def capture_graphs(self, graphs: Callable[[], GraphMaker], longest: int) -> None:

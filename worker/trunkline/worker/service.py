@@ -162,7 +162,7 @@ def serve(config: WorkerConfig, load: Callable[[WorkerConfig, Callable[[str, flo
     """Run a rank until it is told to leave; return the exit code.
 
     Args:
-        load: `Runner.load`.
+        load: makes the runner: `loading.load_runner`.
 
     A failure of any kind is reported as `WorkerFailed`. The exit code is then 1; `EXIT_CONFIG` if the failure will
     come again however often the rank is started; `EXIT_LEFT` if another rank or the controller has failed.

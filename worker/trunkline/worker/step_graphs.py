@@ -41,7 +41,7 @@ from trunkline.kernels.reference_sampling import largest_sums, token_keys
 from trunkline.kernels.sampling import Draws
 from trunkline.kvstore.chunks import Int32Array, pack_int32
 from trunkline.worker.batch.batch import ForwardBatch
-from trunkline.worker.batch.decode_rows import LiveRows
+from trunkline.worker.batch.decode_planner import LivePlanner
 from trunkline.worker.batch.row_places import RowPlaces
 from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.messages import Join, Sampling
@@ -345,7 +345,7 @@ class StepGraphs:
 
     def _stand_in(self) -> LiveDecodePlan:
         """Return a plan of one row in block 0, which is never executed."""
-        rows = LiveRows(self._decoder.pool.chunk_size)
+        rows = LivePlanner(self._decoder.pool.chunk_size)
         join = Join(0, pack_int32([0]), 0, 1, pack_int32([0]), Sampling(temperature=0.0))
         rows.step([BatchSequence(join)], np.zeros((0, 4), dtype=np.int32), None)
         return rows.plan

@@ -1,7 +1,7 @@
 """Build the flat arrays of one forward pass from a step plan, which says only what changed.
 
 In the steady state of decoding nothing but counters move: positions and slots grow by one and the decode plan
-goes on (`decode_rows`, the lazy copy of ChunkAttention §3.3).
+goes on (`decode_planner`, the lazy copy of ChunkAttention §3.3).
 
 Logits are asked for in this order: decode rows, prefill entries that sample, prompt positions that are scored:
 
@@ -31,7 +31,7 @@ from trunkline.kernels.adapters import AdapterRows
 from trunkline.kernels.live_plan import AnyDecodePlan
 from trunkline.kernels.plan import PrefillPlan, WritePlan
 from trunkline.kvstore.chunks import NO_BLOCK, Int32Array, unpack_int32
-from trunkline.worker.batch.decode_rows import DecodeRows, LiveRows, RebuiltRows
+from trunkline.worker.batch.decode_planner import DecodePlanner, LivePlanner, RebuildingPlanner
 from trunkline.worker.batch.draft_rows import DraftRows
 from trunkline.worker.batch.sequences import BatchSequence, SequenceTable, entries_behind, segments_of
 from trunkline.worker.errors import PlanError
@@ -152,23 +152,23 @@ class BatchBuilder:
         *,
         live: bool,
         window: int = 0,
-        enters: bool = False,
+        cached_prompts_decode: bool = False,
     ) -> None:
         """
         Args:
             live: Whether the kernels execute live plans; else plans are made from nothing.
             window: `ModelConfig.window`.
-            enters: Whether prompts of which only the last token is to be computed are decode rows at once. It is
-                untried where graphs run decode rows.
+            cached_prompts_decode: Whether a prompt that is cached but for its last token is computed as a decode
+                row, instead of by prefill. Untried where graphs run decode rows.
         """
         self._window = window
-        self._enters = enters
+        self._cached_prompts_decode = cached_prompts_decode
         self._sequences = sequences
         self._chunk_size = chunk_size
         self._device = device
         self._rows: list[BatchSequence] = []
         self._runs: Int32Array = _NO_RUNS
-        self._decode: DecodeRows = (LiveRows if live else RebuiltRows)(chunk_size, window)
+        self._decode: DecodePlanner = (LivePlanner if live else RebuildingPlanner)(chunk_size, window)
         self._had_prefill_samples = False
         self._had_drafts = False
 
@@ -181,7 +181,7 @@ class BatchBuilder:
         rebuilt = self._update_rows(plan)
         drafted = DraftRows.of(self._rows, plan.drafts) if plan.drafts else None
         entries = unpack_int32(plan.prefill, columns=5) if plan.prefill else None
-        may_enter = self._enters and drafted is None and not plan.forks
+        may_enter = self._cached_prompts_decode and drafted is None and not plan.forks
         entering = self._entering(entries) if may_enter and entries is not None else None
         rows = self._rows if drafted is None else drafted.sequences
         if entering:

@@ -1,9 +1,11 @@
-"""The plan of the decode rows, brought from step to step: by telling what changed, or by making it from nothing.
+"""Keep the attention plan of the decode rows up to date from step to step.
 
-Both know the rows of the last step, and where each row's token goes. `LiveRows` tells a `LiveDecodePlan` which
-rows joined, left, got blocks or came further than by one token; kernels with a native planner execute it.
-`RebuiltRows` makes a `DecodePlan` whenever rows, runs or tables change or a row has filled its block: the
-reference, which needs no library.
+There are two planners. Both remember the rows of the last step and the slot that each row's token is written to.
+
+      LivePlanner        sends only changes to a `LiveDecodePlan`: rows that joined, left, got blocks, or advanced
+                         by other than one token. For kernels with a native planner.
+      RebuildingPlanner  makes a new `DecodePlan` whenever rows, runs or tables change, or a row has filled its
+                         block. The reference, which needs no native library.
 """
 
 from __future__ import annotations
@@ -27,28 +29,28 @@ BoolArray = NDArray[np.bool_]
 _NONE = np.zeros(0, dtype=np.int32)
 
 
-class DecodeRows(Protocol):
-    """The decode rows of a batch and their plan."""
+class DecodePlanner(Protocol):
+    """Keeps the decode rows of a batch, and the plan by which attention reads their KV."""
 
     positions: Int32Array
-    """Position at which each row's token is rotated, `[rows]`."""
+    """int32 `[rows]`: the position at which each row's token is rotated."""
     slots: Int32Array
-    """Where each row's token goes: `block * chunk_size + offset`, `[rows]`."""
+    """int32 `[rows]`: where the KV of each row's token is written, `block * chunk_size + offset`."""
 
     @property
     def plan(self) -> DecodePlan | LiveDecodePlan: ...
 
     def rows_changed(self) -> None:
-        """Other rows decode from now on, or the same ones by other runs."""
+        """Note that other rows decode from now on, or the same rows with other runs."""
 
     def tables_changed(self, sequences: Iterable[int]) -> None:
-        """Entries of these sequences' block tables were set or appended."""
+        """Note that entries of these sequences' block tables were set or appended."""
 
     def beams_changed(self) -> None:
-        """Beams have exchanged their block tables."""
+        """Note that beams have exchanged their block tables."""
 
     def step(self, rows: list[BatchSequence], runs: Int32Array, drafted: DraftRows | None) -> None:
-        """Go on to the next step of some rows, at least one.
+        """Advance the plan to the next step, which decodes `rows` (at least one).
 
         Args:
             runs: `StepPlan.runs`, of `rows`.
@@ -59,10 +61,11 @@ class DecodeRows(Protocol):
         """
 
 
-class RebuiltRows:
-    """A plan that is made from nothing where it does not only grow.
+class RebuildingPlanner:
+    """Makes a new plan whenever the last one cannot just grow by a token per row.
 
-    A row that has filled its block makes it anew, so what has come to lie behind the window is left out in time.
+    A row that has filled its block causes a new plan, too. So chunks leave the plan soon after the window has
+    passed them.
     """
 
     def __init__(self, chunk_size: int, window: int = 0) -> None:
@@ -131,11 +134,11 @@ class RebuiltRows:
         self.slots = self._plan.block[tails] * np.int32(chunk_size) + last
 
 
-class LiveRows:
-    """A plan that is told what changes.
+class LivePlanner:
+    """Sends changes of the rows to a live plan, as words that the native planner reads (`kernels.live_plan`).
 
-    A plain row is told without the chunks behind its window, as if its context began at the first chunk that it
-    sees. When it gets a block, and further chunks lie behind the window, it is told anew."""
+    Chunks behind a plain row's window are left out, as if its context began at the first chunk that it sees. When
+    the row gets a block, and more chunks have come to lie behind the window, the whole row is sent again."""
 
     def __init__(self, chunk_size: int, window: int = 0) -> None:
         """
@@ -150,15 +153,16 @@ class LiveRows:
         self._lengths = _NONE
         """Number of tokens of each row's sequence up to the one that is computed."""
         self._behind = _NONE
-        """Number of chunks of each row that the plan was not told, because they are behind the window."""
+        """Number of chunks of each row that the plan does not have, because they are behind the window."""
         self._keys: dict[int, int] = {}
-        """For each key of a row, which names its sequence and its place among that sequence's rows, its index."""
+        """The index of each row by its key: `sequence id << 32`, plus the row's place among the sequence's rows (a
+        sequence with drafts has several)."""
         self._told: dict[int, int] = {}
-        """For each sequence, the number of its blocks that the plan knows."""
+        """Number of blocks that the plan has of each sequence."""
         self._touched: set[int] = set()
         """Sequences whose tables have changed since the last step."""
         self._fresh: list[int] = []
-        """Rows that were told whole in this step."""
+        """Indices of the rows that were sent whole in this step."""
         self._same_rows = False
         self._exchanged = False
 

@@ -21,7 +21,7 @@ from worker.row_world import RowWorld
 
 from trunkline.kernels.live_plan import WORK_MADE, LiveWork
 from trunkline.kernels.plan import DecodePlan, WorkOptions, build_decode_plan, plan_decode_work
-from trunkline.worker.batch.decode_rows import LiveRows
+from trunkline.worker.batch.decode_planner import LivePlanner
 from trunkline.worker.batch.sequences import BatchSequence, segments_of
 
 OPTIONS = WorkOptions(kv_heads=2, group=2, kv_token_bytes=512, partial_bytes=1024)
@@ -52,7 +52,7 @@ class Followed:
     """A live plan, and a mirror of its words that only ever gets the changes."""
 
     def __init__(self, chunk: int, options: tuple[WorkOptions, ...]) -> None:
-        self.rows = LiveRows(chunk)
+        self.rows = LivePlanner(chunk)
         self.options = options
         self.mirrors: dict[WorkOptions, tuple[int, NDArray[np.int32]]] = {}
         self.uploaded = 0
