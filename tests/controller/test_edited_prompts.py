@@ -14,7 +14,7 @@ from controller.kv_harness import CHUNK, Bench
 from seeds import seeds
 
 from trunkline.controller.allocation.prefix_match import keep_or_compact
-from trunkline.controller.engine.requests import make_group
+from trunkline.controller.engine.intake import make_group
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import Submit
 from trunkline.controller.sequences.sequence import Request, Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trunkline.controller.allocation.prefix_match import match_prefix
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.engine.events import ExpectRequest
-from trunkline.controller.engine.requests import make_group
+from trunkline.controller.engine.intake import make_group
 from trunkline.controller.engine.validation import is_expectable
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.sequences.sequence import Request

@@ -20,8 +20,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from math import inf
 
-import msgspec
-
 from trunkline.controller.engine.announced import expect_prompt, forget_prompt
 from trunkline.controller.engine.calm import CalmSteps
 from trunkline.controller.engine.disk_chunks import DiskChange, StoredChunks, restore_chunks, take_disk_changes
@@ -43,15 +41,10 @@ from trunkline.controller.engine.events import (
     WorkersLost,
 )
 from trunkline.controller.engine.grammar_book import GrammarBook
-from trunkline.controller.engine.recovery import RequestSnapshot, restore, snapshots
-from trunkline.controller.engine.requests import (
-    ProtocolError,
-    RequestTable,
-    apply_step_result,
-    from_its_start,
-    inflight_step,
-    make_group,
-)
+from trunkline.controller.engine.intake import Intake
+from trunkline.controller.engine.recovery import RequestSnapshot, snapshots
+from trunkline.controller.engine.requests import RequestTable
+from trunkline.controller.engine.step_results import ProtocolError, apply_step_result, inflight_step
 from trunkline.controller.engine.text_calls import call_texts
 from trunkline.controller.engine.validation import problem_of_request
 from trunkline.controller.engine_config import EngineConfig
@@ -94,7 +87,6 @@ class Engine:
         self._requests = RequestTable()
         self._inflight: deque[InflightStep] = deque()
         self._calm = CalmSteps(self._requests, self._inflight)
-        self._arrivals = 0
         self._drops_cache = False
         """Whether to drop the cache when new workers are ready."""
         self._disk_changes: list[DiskChange] = []
@@ -115,6 +107,7 @@ class Engine:
         self.traffic = TierOrders(tree, config.ranks)
         self.prefetcher = Prefetcher(tree, fetching, self.traffic, Holders(tree, self.scheduler.costs))
         self._requests.grammars = GrammarBook(self.grammars.next_id, foretell=config.speculation == "auto")
+        self._intake = Intake(config, self._requests, self.scheduler, self.prefetcher)
         self._inflight.clear()
         self._step = 0
 
@@ -203,7 +196,7 @@ class Engine:
             case StepResult():
                 self._step_done(event, now)
             case Request():
-                self._submit(event, now)
+                self._intake.submit(event, self._step + 1, now)
             case AbortRequest(request, sample):
                 self._requests.abort(self.scheduler, request, sample, now)
             case AnswerTold() | GoesOnElsewhere():
@@ -211,7 +204,7 @@ class Engine:
             case MovesDone() | Probed():
                 self._tier_report(event, now)
             case GrammarReady():
-                self._grammar_ready(event, now)
+                self._intake.grammar_ready(event, now)
             case CallTexts(call_id, call):
                 call_texts(call_id, call, self.scheduler, self._step + 1, now, is_away=self.is_away)
             case ExpectRequest():
@@ -300,69 +293,6 @@ class Engine:
             return now
         return min(self.scheduler.fetching.next_deadline(now), self.traffic.next_time(now))
 
-    # Requests
-
-    def _submit(self, request: Request, now: float) -> None:
-        """Queue a new request, or end it at once if it cannot run here."""
-        if (refusal := self._refusal(request, now)) is not None:
-            self._requests.pending_outputs.finished.append(refusal)
-            return
-        self._arrivals += 1
-        self._requests.timelines.came(request, now)
-        self._queue(from_its_start(request), self._arrivals, now, None)
-
-    def _queue(self, request: Request, arrival: int, now: float, survivor: RequestSnapshot | None) -> None:
-        """Make a group of a request, and let it wait for its turn.
-
-        Args:
-            survivor: what earlier workers have computed for the request; None for a new request.
-        """
-        sampling, entry = request.submit.sampling, None
-        if request.submit.grammar is not None:
-            entry = self.grammars.use(request.submit.grammar, request.id)
-            sampling = msgspec.structs.replace(sampling, grammar=entry.id)
-        group = make_group(request, arrival, sampling, self.scheduler.kv.tree, self.config)
-        self._requests.groups[request.id] = group
-        if survivor is not None and not restore(survivor, group, sampling):
-            detail = f"the workers are new and hold {request.longest(self.config)} tokens, fewer than it has"
-            self._requests.end(self.scheduler, group, Finished(group.id, FinishReason.ENGINE_FAILED, detail), now)
-            return
-        self.scheduler.queue.add(group)
-        self.scheduler.encoding.jobs.encode_missing_texts(group, self._step + 1, now)  # from the next plan on
-        if self.config.prefix_cache and self.config.host_slots:
-            known = self.prefetcher.fetch_unless_near(group, self._step + 1, now)
-            self.scheduler.queue.found(group, known)
-        elif self.config.prefix_cache:  # without a tier below the device, nothing is fetched
-            self.scheduler.queue.found(group, self.prefetcher.known_tokens(group, self._step + 1))
-        self._expect_texts(now)
-        if entry is not None:
-            group.waits_for_grammar = not entry.ready
-            if entry.problem:
-                self._refuse_grammar(group, entry.problem, now)
-
-    def _expect_texts(self, now: float) -> None:
-        """Look in the remote tier for texts that are about to be encoded: other controllers may have saved
-        them."""
-        for job in self.scheduler.encoding.jobs.take_new():
-            if self.config.host_slots and job.members:
-                self.prefetcher.fetch(job, self._step + 1, now)
-
-    def _refusal(self, request: Request, now: float) -> Finished | None:
-        if request.id in self._requests.groups:
-            return Finished(request.id, FinishReason.INVALID, f"request id {request.id} is in use")
-        problem, param = problem_of_request(request, self.config)
-        if problem:
-            return Finished(request.id, FinishReason.INVALID, problem, param=param)
-        most = self.config.max_waiting
-        if len(self.scheduler.queue) < most or self.scheduler.waiting_count < most:
-            return None
-        detail = f"{most} requests are waiting already"
-        if (other := self.scheduler.queue.makes_way(request.submit)) is None:
-            return Finished(request.id, FinishReason.QUEUE_FULL, detail)
-        detail += ", most of them of this tenant; another tenant's request took the place of this one"
-        self._requests.end(self.scheduler, other, Finished(other.id, FinishReason.QUEUE_FULL, detail), now)
-        return None
-
     # Workers
 
     def _workers_lost(self, epoch: int, now: float) -> None:
@@ -400,7 +330,7 @@ class Engine:
                 detail = f"the workers are new and hold less than those before: {problem}"
                 self._requests.gone(Finished(request.id, FinishReason.ENGINE_FAILED, detail))
             else:
-                self._queue(request, survivor.arrival, now, survivor)
+                self._intake.queue(request, survivor.arrival, self._step + 1, now, survivor)
         for call in wanted:
             self.scheduler.encoding.calls.postpone(call)
 
@@ -408,24 +338,6 @@ class Engine:
         """Forget everything that the workers held. Totals go on."""
         self._disk_changes += take_disk_changes(self.scheduler.kv.tree)
         self._install(config, self.scheduler.kv.tree.tiers.highest_disk_generation)
-
-    # Texts of modules, grammars
-
-    def _grammar_ready(self, message: GrammarReady, now: float) -> None:
-        """Let the requests that wait for a grammar go on, or end them if it cannot be compiled."""
-        entry = self.grammars.ready(message)
-        if entry is None:
-            return
-        for request in sorted(entry.users):
-            group = self._requests.groups[request]
-            group.waits_for_grammar = False
-            if entry.problem:
-                self._refuse_grammar(group, entry.problem, now)
-
-    def _refuse_grammar(self, group: SequenceGroup, problem: str, now: float) -> None:
-        assert group.request.submit.grammar is not None
-        finished = Finished(group.id, FinishReason.INVALID, problem, param=group.request.submit.grammar.param)
-        self._requests.end(self.scheduler, group, finished, now)
 
     # Tiers
 
@@ -460,16 +372,16 @@ class Engine:
 
     def _next_plan(self, now: float) -> StepPlan | None:
         """Return the next plan; None if there is nothing to compute, or steps must be answered first."""
-        scheduler = self.scheduler
+        scheduler, step = self.scheduler, self._step + 1
         if self._is_full or (self.is_idle and not scheduler.kv.tree.has_unsaved):
             return None
-        scheduler.encoding.calls.advance(self._step + 1, self._arrivals + 1, now)
-        self._expect_texts(now)
-        while (plan := scheduler.plan(self._step + 1, now)) is None:
-            if not scheduler.encoding.calls.advance(self._step + 1, self._arrivals + 1, now):
+        scheduler.encoding.calls.advance(step, self._requests.arrivals + 1, now)
+        self._intake.expect_texts(step, now)
+        while (plan := scheduler.plan(step, now)) is None:
+            if not scheduler.encoding.calls.advance(step, self._requests.arrivals + 1, now):
                 return None
-            self._expect_texts(now)  # encoding jobs that have just ended let others begin
-        self._step += 1
+            self._intake.expect_texts(step, now)  # encoding jobs that have just ended let others begin
+        self._step = step
         self._unbooked = plan
         return plan.message(self.epoch)
 

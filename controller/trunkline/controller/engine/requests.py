@@ -1,38 +1,25 @@
-"""Requests from their arrival to their end: their groups, and the tokens that results of steps bring them. Pure.
+"""The requests of an engine that have not ended: what of them is to be told to routers, and how they end. Pure.
 
-Request ──► make_group ──► queue, batch ──► StepResult ──► apply_step_result ──► tokens, ends ──► EngineOutputs
-                └─ waits for its grammar (`grammar_book.py`)
+Request ──► intake.py ──► queue, batch ──► StepResult ──► step_results.py ──► tokens, ends ──► EngineOutputs
+              └─ waits for its grammar (`grammar_book.py`)
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from trunkline.controller.allocation.modules import lay_out, prompt_of
-from trunkline.controller.allocation.prefix_match import cut_group, known_tokens, shorten_history
-from trunkline.controller.cache.radix_cache import RadixCache
-from trunkline.controller.engine.drafted import drafts_tried, join_results, positions_of
 from trunkline.controller.engine.events import EngineOutputs, Timelines
 from trunkline.controller.engine.grammar_book import GrammarBook
-from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import BeamStep, PromptLogprobs, StepResult, TopLogprobs
+from trunkline.controller.messages import PromptLogprobs, StepResult
 from trunkline.controller.scheduling.admission import Quarantine
-from trunkline.controller.scheduling.row_blocks import slack_of
 from trunkline.controller.scheduling.scheduler import Scheduler
-from trunkline.controller.sequences.decode_rows import BEAM, DecodeRows, RowSet
-from trunkline.controller.sequences.plan_builder import InflightStep, PlanBuilder
-from trunkline.controller.sequences.sequence import Request, Sequence, SequenceGroup
+from trunkline.controller.sequences.plan_builder import InflightStep
+from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
 from trunkline.controller.tiers.costs import StepCosts
 from trunkline.controller.totals import Totals
-from trunkline.kvstore.chunks import Int32Array, any_of, largest, least, unpack_int32
-from trunkline.kvstore.module_names import RelocationRule
-from trunkline.router.messages import BeamsFound, Finished, FinishReason, ModulesReply, PromptScored
-from trunkline.worker.messages import Sampling
+from trunkline.router.messages import Finished, FinishReason, ModulesReply
 
 PLAIN_STEPS_PER_OBSERVATION: Final = 8
 """Number of steps that only decode for each one from which step costs are learnt: such steps are alike, and
@@ -46,6 +33,8 @@ class RequestTable:
     def __init__(self) -> None:
         self.groups: dict[int, SequenceGroup] = {}
         """The groups of the requests, by request id, in the order of arrival."""
+        self.arrivals = 0
+        """Number of requests that have come so far, which is the arrival number of the latest one."""
         self.grammars = GrammarBook()
         self.scores = ScoreLedger()
         self.quarantine = Quarantine()
@@ -175,6 +164,15 @@ def _output_tokens(scheduler: Scheduler, sequence: Sequence) -> int:
     return max(0, known - sequence.prompt_len)
 
 
+def _learn(costs: StepCosts, step: InflightStep, result: StepResult) -> None:
+    rare = step.prefill_tokens or step.drafts or result.waited_us
+    if rare or step.step % PLAIN_STEPS_PER_OBSERVATION == 0:
+        elapsed_us = result.elapsed_us - result.waited_us
+        costs.observe(rows=step.decode_rows, prefill_tokens=step.prefill_tokens, elapsed_us=elapsed_us)
+    if result.moved_blocks:
+        costs.observe_moves(result.moved_blocks, result.moved_us)
+
+
 class ScoreLedger:
     """Remembers which log-probabilities of each prompt have been reported already.
 
@@ -206,264 +204,3 @@ class ScoreLedger:
     def ended(self, request: int) -> None:
         """Forget a request that has ended."""
         self._next.pop(request, None)
-
-
-def from_its_start(request: Request) -> Request:
-    """Return a request in the form in which it can begin here.
-
-    A beam search that another controller began starts again, without its output: the state of its beams is lost.
-    """
-    prompt_len = request.submit.prompt_len
-    if request.submit.beam is not None and len(request.tokens) > prompt_len:
-        return replace(request, tokens=request.tokens[:prompt_len])
-    return request
-
-
-def make_group(
-    request: Request,
-    arrival: int,
-    sampling: Sampling,
-    tree: RadixCache,
-    config: EngineConfig,
-    *,
-    is_announced: bool = False,
-) -> SequenceGroup:
-    """Return a new group of one sequence. Dropped parts and texts of modules are in its block table.
-
-    Args:
-        sampling: the request's sampling parameters, with the engine's additions.
-        is_announced: whether the request is only expected; then the group is never computed.
-    """
-    group = _make_group(request, arrival, sampling, tree, config, is_announced=is_announced)
-    shorter = shorten_history(request, tree) if request.drops and config.prefix_cache else None
-    if shorter is not None:
-        other = _make_group(shorter, arrival, sampling, tree, config, is_announced=is_announced)
-        if known_tokens(tree, other) > known_tokens(tree, group):
-            return other
-    return group
-
-
-def _make_group(
-    request: Request,
-    arrival: int,
-    sampling: Sampling,
-    tree: RadixCache,
-    config: EngineConfig,
-    *,
-    is_announced: bool,
-) -> SequenceGroup:
-    seen = request.submit.prompt_len
-    for start, stop in request.drops:
-        seen -= stop - start
-    longest = request.longest(config)
-    limit = min(seen + request.submit.max_tokens, longest)
-    group = SequenceGroup(request, arrival, 0 if is_announced else limit, sampling)
-    if request.drops:
-        cut_group(group, tree, config)
-    if request.submit.layout is not None:
-        moves = RelocationRule.of(config.positions_shift, request.submit.layout.relocate)
-        lay_out(group, prompt_of(tree, request.submit.salt, request.submit.layout, moves), config.max_context)
-    return group
-
-
-# Results of steps
-
-
-class ProtocolError(RuntimeError):
-    """The workers sent a result that no correct worker sends: they cannot be trusted any more."""
-
-
-def result_rows(plan: PlanBuilder, rows: DecodeRows) -> RowSet:
-    """Return the rows that a plan's result has a token for: those that decode, then those that begin to."""
-    if not plan.sampling:
-        return plan.rows
-    new = [sequence.slot for sequence in plan.sampling + plan.forked]
-    added, old = rows.row_set(np.array(new, np.intp)), plan.rows
-    if not len(old):
-        return added
-    return RowSet(
-        np.append(old.slots, added.slots),
-        np.append(old.batch_seq_ids, added.batch_seq_ids),
-        np.append(old.requests, added.requests),
-        np.append(old.samples, added.samples),
-    )
-
-
-def inflight_step(requests: RequestTable, plan: PlanBuilder, rows: DecodeRows) -> InflightStep:
-    """Return what is needed of a plan to understand its result."""
-    places = result_rows(plan, rows)
-    return InflightStep(
-        step=plan.step,
-        rows=places,
-        decode_rows=len(plan.rows) + plan.drafted,
-        prefill_tokens=plan.prefill_tokens,
-        scored=plan.scored,
-        traced_first=requests.timelines.planned(plan) if plan.traced else (),
-        drafts=tuple(plan.drafts),
-        searches=_searches_of(places, rows),
-    )
-
-
-def _searches_of(places: RowSet, rows: DecodeRows) -> frozenset[int]:
-    beams = [rows.sequences[slot] for slot in places.slots[places.samples == BEAM].tolist()]
-    return frozenset(
-        beam.beam_position.search for beam in beams if beam is not None and beam.beam_position is not None
-    )
-
-
-def apply_step_result(
-    requests: RequestTable, scheduler: Scheduler, step: InflightStep, result: StepResult, now: float
-) -> None:
-    """Apply the workers' answer to the oldest step: append tokens, end rows and advance searches.
-
-    Raises:
-        ProtocolError: the result does not fit the step. What was applied before that is sound.
-    """
-    rows = step.rows
-    requests.pending_outputs.is_due = True
-    requests.counters.plan_copies += result.plan_copies
-    requests.counters.replayed_steps += result.replayed
-    requests.counters.kv_bytes_read += result.kv_bytes_read
-    scheduler.drafting.answered(step, result, now)
-    requests.answered.append((step, result))
-    if len(result.tokens) != 4 * step.places:
-        raise ProtocolError(
-            f"step {result.step} samples {step.places} int32 tokens; {len(result.tokens)} bytes came back"
-        )
-    if result.logprobs and not all(0 <= index < step.places for index in result.logprobs):
-        raise ProtocolError(f"step {result.step} has log-probabilities beyond its {step.places} tokens")
-    if (result.beams or {}).keys() != step.searches:  # the beams of workers move by each of them
-        raise ProtocolError(
-            f"step {result.step} advances searches {sorted(step.searches)}; {sorted(result.beams or {})} came back"
-        )
-    _score(requests, step, result.prompt_logprobs or {})
-    if step.drafts:
-        _accept_drafted(requests, scheduler, step, result, now)
-    elif len(rows):
-        tokens = unpack_int32(result.tokens)
-        if least(tokens) < 0:
-            raise ProtocolError(f"step {result.step} draws no token for row {tokens.argmin()}")
-        _accept(requests, scheduler, rows, tokens, result.logprobs, now)
-    if result.beams:
-        _advance_searches(requests, scheduler, result.beams, now)
-    if result.forced:
-        if any(len(packed) % 4 for packed in result.forced.values()):
-            raise ProtocolError(f"step {result.step} foretells what is no int32 ids")
-        scheduler.drafting.foretold(result.forced)
-
-
-def _learn(costs: StepCosts, step: InflightStep, result: StepResult) -> None:
-    rare = step.prefill_tokens or step.drafts or result.waited_us
-    if rare or step.step % PLAIN_STEPS_PER_OBSERVATION == 0:
-        elapsed_us = result.elapsed_us - result.waited_us
-        costs.observe(rows=step.decode_rows, prefill_tokens=step.prefill_tokens, elapsed_us=elapsed_us)
-    if result.moved_blocks:
-        costs.observe_moves(result.moved_blocks, result.moved_us)
-
-
-def _score(requests: RequestTable, step: InflightStep, scores: dict[int, PromptLogprobs]) -> None:
-    for batch_seq_id, logprobs in scores.items():
-        request = step.scored.get(batch_seq_id)
-        if request is None:
-            raise ProtocolError(
-                f"step {step.step} scores a prompt of sequence {batch_seq_id}, which asked for nothing"
-            )
-        if request not in requests.groups:
-            continue
-        if (news := requests.scores.news(request, logprobs)) is not None:
-            requests.pending_outputs.prompt_logprobs.append(PromptScored(request, news))
-
-
-def _accept_drafted(
-    requests: RequestTable, scheduler: Scheduler, step: InflightStep, result: StepResult, now: float
-) -> None:
-    """Accept what a step with drafts drew, position by position: a row that ends at one of them leaves, and has
-    nothing at the next."""
-    first = len(requests.pending_outputs.tokens)
-    try:
-        positions = positions_of(step, unpack_int32(result.tokens), result.logprobs)
-    except ValueError as error:
-        raise ProtocolError(f"step {result.step}: {error}") from error
-    predicted = scheduler.drafting.predicted(step)
-    accepted = []
-    for depth, (rows, tokens, logprobs) in enumerate(positions):
-        accepted.append(_accept(requests, scheduler, rows, tokens, logprobs, now, drafted=depth > 0))
-        requests.settle(scheduler)
-    requests.pending_outputs.drafts += drafts_tried(step, accepted, predicted)
-    join_results(requests.pending_outputs, first)
-
-
-def _accept(
-    requests: RequestTable,
-    scheduler: Scheduler,
-    rows: RowSet,
-    tokens: Int32Array,
-    logprobs: dict[int, TopLogprobs] | None,
-    now: float,
-    *,
-    drafted: bool = False,
-) -> NDArray[np.intp]:
-    """Store one token of each row, and end the rows that are done. Returns the slots of the rows that took
-    theirs, without beams.
-
-    Args:
-        drafted: whether the tokens were drawn behind drafts that are accepted.
-    """
-    state = scheduler.rows
-    valid, slots, stopped = state.accept(rows, tokens, drafted=drafted)
-    counts = valid
-    if any_of(rows.samples == BEAM):
-        counts = valid & (rows.samples != BEAM)
-        own = rows.samples[valid] != BEAM
-        slots, stopped = slots[own], stopped[own]
-    owners, samples = rows.requests, rows.samples
-    if len(slots) != len(rows):
-        if logprobs:
-            position = np.cumsum(counts) - 1
-            logprobs = {int(position[i]): value for i, value in logprobs.items() if counts[i]}
-        owners, samples, tokens = owners[counts], samples[counts], tokens[counts]
-    if not len(slots):
-        return slots
-    requests.quarantine.got_tokens(owners)
-    requests.pending_outputs.requests.append(owners)
-    requests.pending_outputs.samples.append(samples)
-    requests.pending_outputs.tokens.append(tokens)
-    requests.pending_outputs.logprobs.append(logprobs)
-    requests.counters.output_tokens += len(slots)
-    scheduler.drafting.extend(slots, tokens, drafted=drafted)
-    known = state.known[slots]
-    ended = stopped | (known >= state.limit[slots])
-    beyond = known - state.fills_at[slots]
-    if largest(beyond) > slack_of(scheduler.kv, len(rows)):
-        full = slots[(beyond > 0) & ~ended]
-        if len(full):
-            scheduler.enter_filled(full, now)
-    for index in ended.nonzero()[0].tolist():
-        sequence = state.sequences[slots[index]]
-        assert sequence is not None
-        requests.end_sequence(
-            scheduler, sequence, FinishReason.STOP if stopped[index] else FinishReason.LENGTH, now
-        )
-    return slots
-
-
-def _advance_searches(
-    requests: RequestTable, scheduler: Scheduler, steps: dict[int, BeamStep], now: float
-) -> None:
-    for search_id, step in steps.items():
-        group = scheduler.forks.searches.get(search_id)
-        if group is None or group.search is None:
-            continue  # the search has left the batch meanwhile
-        try:
-            parents = group.search.advance(step)
-        except ValueError as error:
-            raise ProtocolError(f"search {search_id}: {error}") from error
-        requests.counters.output_tokens += group.search.width
-        requests.quarantine.ended(group.id)
-        if parents:
-            scheduler.move_beams(group, parents, now)
-        if not group.search.done:
-            continue
-        hypotheses = group.search.hypotheses()
-        requests.pending_outputs.beams.append(BeamsFound(group.id, hypotheses))
-        requests.end(scheduler, group, Finished(group.id, hypotheses[0].reason), now)
