@@ -34,11 +34,12 @@ from trunkline.kvstore.copies import Copies, IndexEvent, may_leave
 from trunkline.kvstore.directory_check import check_directory, check_peers
 from trunkline.kvstore.next_use import RESTORED, NextUse
 from trunkline.kvstore.peers import Peer, PeerBook
+from trunkline.kvstore.save_victims import victim_of_save
 from trunkline.kvstore.shares import KvAccount, Shares
 from trunkline.kvstore.tier import TierKind, TierStats, TierTotals
 from trunkline.kvstore.tier_health import TierHealth
 from trunkline.kvstore.tier_moves import Move, MoveStatus, TierMover
-from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy, HeapVerdict, Source, WaitingJobs
+from trunkline.kvstore.tier_policy import DirectoryConfig, Source, WaitingJobs
 
 READ_US: dict[TierKind, float] = {TierKind.DISK: 500.0, TierKind.REMOTE: 1000.0}
 """Assumed microseconds of one read, by tier, until a read was measured."""
@@ -89,8 +90,7 @@ class Directory(Generic[ChunkT]):
     def save(self, chunk: ChunkT, step: int, *, forced: bool = False) -> tuple[SlotId, int] | None:
         """Reserve a host slot for a chunk that the plan of `step` is to save. The copy counts as ready at once.
 
-        If no slot is free, a host copy is dropped whose chunk has another copy. If there is none, and no tier
-        below takes copies, the least valuable copy is dropped, provided that it is worth less than this chunk.
+        If no slot is free, another chunk's host copy makes room, if there is one that may (`save_victims`).
 
         Args:
             forced: The chunk loses its block and is claimed, so the only copy of an unclaimed chunk may be
@@ -104,7 +104,10 @@ class Directory(Generic[ChunkT]):
             return None
         slot = self.copies.reserve_host(chunk, step)
         if slot is None:
-            victim = self._victim_for(chunk, step, forced)
+            can_drop_only_copies = forced or not self.mover.can_sink()
+            victim = victim_of_save(
+                self.copies, self.jobs, self.config.policy, chunk, step, can_drop_only_copies, forced=forced
+            )
             if victim is None:
                 return None
             self.mover.drop_host(victim)
@@ -116,42 +119,6 @@ class Directory(Generic[ChunkT]):
         self.copies.host_arrived(chunk)
         self.mover.behind.add(chunk)
         return slot, self.copies.host.generation(slot)
-
-    def _victim_for(self, chunk: ChunkT, step: int, forced: bool) -> ChunkT | None:
-        """Return the chunk whose host copy makes room for a save in the plan of `step`."""
-        copies, shares = self.copies, self.copies.shares
-        outranks = forced or self.config.policy is EvictionPolicy.FIFO  # by arrival a newcomer is the last to go
-        above, spares_floors = chunk.parent, True
-        # A chunk is found only if the one above it is. That one's block may be given up in this very plan.
-        only_above = above if above is not None and not (above.disk_ready or above.remote) else None
-
-        def judge_clean(victim: ChunkT) -> HeapVerdict:
-            if victim is only_above:
-                return HeapVerdict.SKIP
-            if spares_floors and shares.is_protected(victim, TierKind.HOST, chunk):
-                return HeapVerdict.STOP
-            spared = copies.host.is_busy(victim.host, step) or (self.jobs.is_next(victim) and not forced)
-            return HeapVerdict.SKIP if spared else HeapVerdict.TAKE
-
-        def judge_dirty(victim: ChunkT) -> HeapVerdict:
-            if spares_floors and shares.is_protected(victim, TierKind.HOST, chunk):
-                return HeapVerdict.STOP
-            if not outranks and not shares.outranks(chunk, victim, TierKind.HOST):
-                return HeapVerdict.STOP
-            spared = victim is only_above or copies.host.is_busy(victim.host, step) or not may_leave(victim)
-            return HeapVerdict.SKIP if spared else HeapVerdict.TAKE
-
-        def search() -> ChunkT | None:
-            victim = copies.clean_victim(judge_clean)
-            if victim is None and (forced or not self.mover.can_sink()):
-                victim = copies.dirty_victim(judge_dirty)
-            return victim
-
-        victim = search()
-        if victim is None and forced:
-            spares_floors = False
-            victim = search()
-        return victim
 
     def load(self, chunk: ChunkT, step: int) -> tuple[SlotId, int]:
         """Return (host slot, generation) of the host copy, which the plan of `step` is to read."""
