@@ -205,9 +205,9 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> Seen:
     seen = Seen(0, "", [], [])
     generate, render, encode = RouterService.generate, Tokenizer.rendered_chat, Tokenizer.encode_async
 
-    def generated(service: RouterService, job: Job, arrived_at: float) -> Any:
+    def generated(service: RouterService, job: Job) -> Any:
         seen.jobs.append(msgspec.structs.replace(job, remembered=None))  # what was asked before is no parameter
-        return generate(service, job, arrived_at)
+        return generate(service, job)
 
     def rendered(tokenizer: Tokenizer, *given: Any, **options: Any) -> Any:
         seen.options.append({**options, "before": None})  # what was asked before is no parameter

@@ -9,7 +9,7 @@ from trunkline.router.tenancy.auth import Identity
 
 
 def test_parts_are_known_inside_of_their_block_only() -> None:
-    record = RequestRecord("r1")
+    record = RequestRecord("r1", 0.0)
     with known(record=record):
         with known(identity=Identity("a")):
             assert current().record is record
@@ -20,7 +20,7 @@ def test_parts_are_known_inside_of_their_block_only() -> None:
 
 def test_log_lines_say_whose_request_they_are_about() -> None:
     assert log_fields() == {}
-    with known(record=RequestRecord("r1")):
+    with known(record=RequestRecord("r1", 0.0)):
         assert log_fields() == {"request_id": "r1"}
         with known(identity=Identity("a", key="k")):
             assert log_fields() == {"request_id": "r1", "tenant": "a", "key": "k"}

@@ -52,7 +52,7 @@ from trunkline.router.streams.links import Links
 from trunkline.router.streams.served_models import ServedModels
 from trunkline.router.streams.streams import Stream
 from trunkline.router.telemetry.metrics import LiveGauges, Metrics
-from trunkline.router.telemetry.request_record import RequestRecord, current_record
+from trunkline.router.telemetry.request_record import RequestRecord, arrival, current_record
 from trunkline.router.tenancy.tenants import Meter, Tenants, current_meter
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.runtime.wire_keys import Role, problem_of
@@ -320,11 +320,8 @@ class RouterService:
         if not is_ready and not self.dispatcher.can_wait(wanted):
             raise unavailable(f"no engine is ready: {describe(self.links_of(wanted))}")
 
-    def generate(self, job: Job, arrived_at: float) -> Generation:
+    def generate(self, job: Job) -> Generation:
         """Send a job to a controller.
-
-        Args:
-            arrived_at: loop time in seconds at which the request arrived.
 
         Raises:
             ApiError: as `check_admission`; 429, the tenant's tokens are used up; 503, the connection has just
@@ -344,7 +341,7 @@ class RouterService:
             stream,
             Choices(job, self.tokenizer.vocabulary),
             self.metrics,
-            arrived_at,
+            arrived_at := arrival(),
             lambda it: self._forget(it, meter, record),
         )
         self._generations[generation] = LiveRequest(route.origin, stream, arrived_at)

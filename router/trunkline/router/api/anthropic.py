@@ -6,7 +6,6 @@ A request is translated into a chat completion and runs as one (`blocks.py`). Er
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Final, Literal
@@ -219,7 +218,6 @@ _COUNT_TOKENS: Final = Endpoint("messages", CountTokensRequest, KNOWN, _NAMES, l
 async def messages(request: Request) -> Response:
     """Answer a conversation, streamed or not."""
     service = service_of(request)
-    arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
     body = await read_parameters(request, MESSAGES)
     service = check_model(service, body.model)
@@ -244,7 +242,7 @@ async def messages(request: Request) -> Response:
     job = await modular_job(service, chat, plan, marks, edited=edited)
     job = job or await chat_job(service, unmarked(chat, marks), plan, edited=edited)
     job = replace(job, max_tokens=min(job.max_tokens, body.max_tokens))
-    generation = await start(service, job, arrived_at, request)
+    generation = await start(service, job, request)
     writer = _MessageWriter(service, body, generation, plan, warnings)
     writer.lifetime = lifetime
     writer.applied = () if edited is None else edited.applied

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import ExitStack
 
@@ -77,7 +76,6 @@ routes = APIRouter()
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, streamed or not."""
     service = service_of(request)
-    arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
     body = await read_parameters(request, CHAT)
     service = check_model(service, body.model)
@@ -98,7 +96,7 @@ async def chat_completions(request: Request) -> Response:
             job = made
         else:
             job = await chat_job(service, body, plan, turn, edited)
-        generation = await start(service, job, arrived_at, request)
+        generation = await start(service, job, request)
         work.callback(generation.close)
         answer = _ChatAnswer(service, body, plan, generation, turn)
         if not body.stream:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -77,7 +76,6 @@ _ANSWERS_OFF_LOOP: Final = 32
 async def completions(request: Request) -> Response:
     """Continue texts or lists of token ids, streamed or not."""
     service = service_of(request)
-    arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
     body = await read_parameters(request, COMPLETIONS)
     service = check_model(service, body.model)
@@ -91,9 +89,9 @@ async def completions(request: Request) -> Response:
             service = turn.service
         jobs = await _jobs(service, body, turn)
         if len(jobs) == 1:  # which is sent at once
-            await batch.submit(service, jobs, arrived_at)
+            await batch.submit(service, jobs)
         else:
-            await while_connected(request, batch.submit(service, jobs, arrived_at))
+            await while_connected(request, batch.submit(service, jobs))
         answer = _CompletionAnswer(service, body, batch, make_head("cmpl", service, body.model), turn)
         if not body.stream:
             return await while_connected(request, answer.whole())

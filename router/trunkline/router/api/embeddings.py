@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import Sequence
 from typing import Final, Literal
@@ -69,19 +68,18 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
 async def embeddings(request: Request) -> Response:
     """Return the embeddings of texts or lists of token ids."""
     service = service_of(request)
-    arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
     body = await read_parameters(request, EMBEDDINGS)
     service = check_model(service, body.model)
 
     async def answer() -> Response:
-        return await _write(service, body, await pooled(service, body, arrived_at))
+        return await _write(service, body, await pooled(service, body))
 
     return await while_connected(request, answer())
 
 
-async def pooled(service: RouterService, body: EmbeddingRequest, arrived_at: float) -> list[PromptReport]:
-    """Return the reports of a request's inputs. `arrived_at`: loop time of the request, in seconds.
+async def pooled(service: RouterService, body: EmbeddingRequest) -> list[PromptReport]:
+    """Return the reports of a request's inputs.
 
     Raises:
         ApiError: The request is wrong, or no engine answered it.
@@ -89,7 +87,7 @@ async def pooled(service: RouterService, body: EmbeddingRequest, arrived_at: flo
     _check_size(service, body)
     params = [f"input[{index}]" for index in range(len(body.input))] if len(body.input) > 1 else ["input"]
     jobs = await _jobs(service, body, params)
-    return await read_reports(service, jobs, params, arrived_at)
+    return await read_reports(service, jobs, params)
 
 
 def _check_size(service: RouterService, body: EmbeddingRequest) -> None:

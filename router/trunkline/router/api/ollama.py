@@ -51,6 +51,7 @@ from trunkline.router.request_context import created_at
 from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Generation
 from trunkline.router.streams.takers import Outlet
+from trunkline.router.telemetry.request_record import arrival
 from trunkline.router.text.tool_styles import ToolStyle
 from trunkline.router.tools.plan import ToolPlan, prepare_tools
 
@@ -170,7 +171,6 @@ def _time(seconds: float) -> str:
 async def chat(request: Request) -> Response:
     """Answer a conversation, streamed or not."""
     service = service_of(request)
-    arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
     body = await read_parameters(request, OLLAMA_CHAT)
     service = _find(service, body.model)
@@ -184,14 +184,13 @@ async def chat(request: Request) -> Response:
 
     translation, plan = await beside_loop(request, translated)
     job = await chat_job(service, translation, plan, edited=await edited_prompt(service, translation, plan))
-    return await _answer(request, service, _ChatAnswer(service, body, plan, arrived_at), job)
+    return await _answer(request, service, _ChatAnswer(service, body, plan), job)
 
 
 @routes.post("/api/generate")
 async def generate(request: Request) -> Response:
     """Answer a prompt, streamed or not; or continue it."""
     service = service_of(request)
-    arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
     body = await read_parameters(request, OLLAMA_GENERATE)
     service = _find(service, body.model)
@@ -206,7 +205,7 @@ async def generate(request: Request) -> Response:
         plan = prepare_tools(None, None, None, service.tokenizer.tool_style, service.tokenizer.reasoning)
         chat = _chat(request, body, turns)
         job = await chat_job(service, chat, plan, edited=await edited_prompt(service, chat, plan))
-    return await _answer(request, service, _GenerateAnswer(service, body, plan, arrived_at), job)
+    return await _answer(request, service, _GenerateAnswer(service, body, plan), job)
 
 
 def _looked_up(service: RouterService, body: OllamaRequest, shape: Object) -> Response:
@@ -248,7 +247,7 @@ async def _raw_job(request: Request, service: RouterService, body: OllamaGenerat
 async def _answer(request: Request, service: RouterService, writer: _Answer, job: Job) -> Response:
     if writer.body.limit is not None:
         job = replace(job, max_tokens=min(job.max_tokens, writer.body.limit))
-    generation = await start(service, job, writer.arrived_at, request)
+    generation = await start(service, job, request)
     if writer.body.stream is not False:
         return LineStream(generation, writer.lines(generation, request.scope.get(BODY_OUTLET)))
     try:
@@ -260,10 +259,8 @@ async def _answer(request: Request, service: RouterService, writer: _Answer, job
 class _Answer:
     """Writes the answer to one request, whole or as lines."""
 
-    def __init__(self, service: RouterService, body: OllamaRequest, plan: ToolPlan, arrived_at: float) -> None:
-        """`arrived_at`: loop time of the request, in seconds."""
+    def __init__(self, service: RouterService, body: OllamaRequest, plan: ToolPlan) -> None:
         self.body = body
-        self.arrived_at = arrived_at
         self._plan = plan
         self._model = body.model or service.model_name
         self._created_at = _time(created_at())
@@ -309,7 +306,7 @@ class _Answer:
 
     def _end(self, answer: AnswerBlocks, shape: Object) -> Object:
         generation = answer.generation
-        total = asyncio.get_running_loop().time() - self.arrived_at
+        total = asyncio.get_running_loop().time() - arrival()
         extras = {"cache": cache_use(generation), "truncation": truncation_result(generation)}
         warnings = list(self.body.warnings or ())
         broken = [block.name for block in answer.blocks.calls if block.arguments() is None]
@@ -372,18 +369,17 @@ def _nanoseconds(seconds: float) -> int:
 async def embed(request: Request) -> Response:
     """Return the embeddings of texts."""
     service = service_of(request)
-    arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
     body = await read_parameters(request, OLLAMA_EMBED)
     service = _find(service, body.model)
     fields: Object = {"input": body.input, "dimensions": body.dimensions}
     if body.truncate is not False:
         fields |= {"truncate_prompt_tokens": service.limits.max_context - 1, "truncation_side": "right"}
-    vectors, tokens = await while_connected(request, _vectors(service, body, fields, arrived_at))
+    vectors, tokens = await while_connected(request, _vectors(service, body, fields))
     answer = {
         "model": body.model or service.model_name,
         "embeddings": vectors,
-        "total_duration": _nanoseconds(asyncio.get_running_loop().time() - arrived_at),
+        "total_duration": _nanoseconds(asyncio.get_running_loop().time() - arrival()),
         "load_duration": 0,
         "prompt_eval_count": tokens,
         **({"warnings": body.warnings} if body.warnings else {}),
@@ -395,7 +391,6 @@ async def embed(request: Request) -> Response:
 async def embeddings(request: Request) -> Response:
     """Return the embedding of a text: the older form."""
     service = service_of(request)
-    arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
     body = await read_parameters(request, OLLAMA_EMBEDDING)
     service = _find(service, body.model)
@@ -404,22 +399,21 @@ async def embeddings(request: Request) -> Response:
         "truncate_prompt_tokens": service.limits.max_context - 1,
         "truncation_side": "right",
     }
-    [vector], _ = await while_connected(request, _vectors(service, body, fields, arrived_at))
+    [vector], _ = await while_connected(request, _vectors(service, body, fields))
     return JsonResponse({"embedding": vector, **({"warnings": body.warnings} if body.warnings else {})})
 
 
 async def _vectors(
-    service: RouterService, body: OllamaEmbedRequest | OllamaEmbeddingRequest, fields: Object, arrived_at: float
+    service: RouterService, body: OllamaEmbedRequest | OllamaEmbeddingRequest, fields: Object
 ) -> tuple[list[list[float]], int]:
     """Return the embeddings of a request, of length 1, and the number of tokens that were read.
 
     Args:
         fields: What the translated request has besides the common fields.
-        arrived_at: Loop time of the request, in seconds.
     """
     shared = {name: getattr(body, name) for name in ("pooling", "priority", "cache_salt")}
     given = {name: value for name, value in {**shared, **fields}.items() if value is not None}
     translated = validate(EmbeddingRequest, given)
-    reports = await pooled(service, translated, arrived_at)
+    reports = await pooled(service, translated)
     vectors = [vector_of(report, translated.dimensions).tolist() for _, report in reports]
     return vectors, sum(generation.job.seen_tokens for generation, _ in reports)

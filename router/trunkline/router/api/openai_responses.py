@@ -7,7 +7,6 @@ The response is stored (`response_turn.py`) before the client is told that it is
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -65,7 +64,6 @@ _TOO_LONG: Final = ("context_length_exceeded", ErrorCode.CONTEXT_LENGTH.value)
 async def responses(request: Request) -> Response:
     """Answer an input, streamed or not."""
     service = service_of(request)
-    arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
     body = await read_parameters(request, RESPONSES)
     service = check_model(service, body.model)
@@ -80,7 +78,7 @@ async def responses(request: Request) -> Response:
             work.callback(turn.close)
             service = turn.service
         asked = await _read(service, body, turn)
-        conversation = _Conversation(request, service, turn, asked, arrived_at)
+        conversation = _Conversation(request, service, turn, asked)
         work.callback(conversation.close)
         if is_compaction:
             writer = ResponseWriter(asked, service, turn, await while_connected(request, conversation.compacted()))
@@ -137,7 +135,7 @@ async def _reading(request: Request, body: HistoryRequest, *, compacts: bool = F
     turn = await while_connected(request, open_reading_turn(service, body))
     service = turn.service
     asked = await _read(service, body, turn, compacts=compacts)
-    return _Conversation(request, service, turn, asked, asyncio.get_running_loop().time())
+    return _Conversation(request, service, turn, asked)
 
 
 async def _read(
@@ -171,14 +169,11 @@ class _Conversation:
         service: RouterService,
         turn: ResponseTurn | None,
         asked: Asked,
-        arrived_at: float,
     ) -> None:
-        """`arrived_at`: loop time of the request in seconds."""
         self.service = service
         self.asked = asked
         self._request = request
         self._turn = turn
-        self._arrived_at = arrived_at
         self._history: list[Object] = [] if turn is None else turn.items
         self._generations: list[Generation] = []
         self._marks: DocumentMarks | None = None
@@ -215,7 +210,7 @@ class _Conversation:
         return await self._started(await self._job_of(await self._translated(compaction)))
 
     async def _started(self, job: Job) -> AnswerBlocks:
-        generation = await start(self.service, job, self._arrived_at)
+        generation = await start(self.service, job)
         self._generations.append(generation)
         return AnswerBlocks(generation, self.asked.plan, at_least_one=True, id_prefix="call_")
 
@@ -266,7 +261,6 @@ class _Conversation:
             asked.plan,
             self._turn,
             seal=asked.seal,
-            arrived_at=self._arrived_at,
             marks=self._marks,
             tokens_max=tokens_max,
         )

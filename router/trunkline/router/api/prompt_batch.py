@@ -20,18 +20,17 @@ from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Delta, Generation
 
 
-async def start(service: RouterService, job: Job, arrived_at: float, request: Request | None = None) -> Generation:
+async def start(service: RouterService, job: Job, request: Request | None = None) -> Generation:
     """Submit a job, at once, and wait until an engine accepts it.
 
     Args:
-        arrived_at: Loop time of the request, in seconds.
         request: Of the client that waits; None: the caller looks after clients that leave.
 
     Raises:
         ApiError: No engine accepted it.
         ClientLeftError: The client has left.
     """
-    generation = service.generate(job, arrived_at)
+    generation = service.generate(job)
     try:
         await (generation.begin() if request is None else while_connected(request, generation.begin()))
     except BaseException:  # cancellation included: the client left
@@ -73,11 +72,8 @@ class PromptBatch:
         self._params = params
         self.generations: list[Generation] = []
 
-    async def submit(self, service: RouterService, jobs: Sequence[Job], arrived_at: float) -> None:
+    async def submit(self, service: RouterService, jobs: Sequence[Job]) -> None:
         """Submit all jobs or none. Other tasks run in between: a thousand jobs take a fifth of a second.
-
-        Args:
-            arrived_at: Loop time of the request, in seconds.
 
         Raises:
             ApiError: 503 or 429, the router or its engines cannot accept them now.
@@ -87,7 +83,7 @@ class PromptBatch:
         budget = LoopBudget()
         try:
             for job in jobs:
-                self.generations.append(service.generate(job, arrived_at))
+                self.generations.append(service.generate(job))
                 await budget.yield_if_spent()
         except BaseException:  # cancellation included: the client left
             self.close()

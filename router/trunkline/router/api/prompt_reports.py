@@ -82,14 +82,11 @@ def pooled_sampling(service: RouterService, body: PoolingRequest) -> Sampling:
     return Sampling(temperature=0.0, pooling=_POOLINGS[body.pooling or embedder.pooling])
 
 
-async def read_reports(
-    service: RouterService, jobs: Sequence[Job], params: Sequence[str], arrived_at: float
-) -> list[PromptReport]:
+async def read_reports(service: RouterService, jobs: Sequence[Job], params: Sequence[str]) -> list[PromptReport]:
     """Run jobs and return their reports, in the same order.
 
     Args:
         params: The jobs' prompts, as errors name them.
-        arrived_at: Loop time of the request, in seconds.
 
     Raises:
         ApiError: A job was refused or failed; all are aborted.
@@ -98,7 +95,7 @@ async def read_reports(
     for start in range(0, len(jobs), TOGETHER_MAX):
         batch = PromptBatch(params[start : start + TOGETHER_MAX])
         try:
-            await batch.submit(service, jobs[start : start + TOGETHER_MAX], arrived_at)
+            await batch.submit(service, jobs[start : start + TOGETHER_MAX])
             answers = await batch.collect()
         finally:
             batch.close()

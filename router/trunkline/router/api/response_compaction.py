@@ -84,7 +84,6 @@ async def begin_compaction(
     turn: ResponseTurn | None,
     *,
     seal: Seal,
-    arrived_at: float,
     marks: DocumentMarks | None = None,
     tokens_max: int | None = None,
 ) -> Compaction:
@@ -95,7 +94,6 @@ async def begin_compaction(
         plan: The plan for its tools; they are shown, but not called.
         turn: As in `chat_job`.
         seal: Seals the summary; has a key.
-        arrived_at: Loop time of the request in seconds.
         marks: The marks in its messages, as in `modular_job`.
         tokens_max: Largest number of the summary's tokens; None: an eighth of the context.
 
@@ -109,7 +107,7 @@ async def begin_compaction(
     job = await modular_job(service, asked, shown, marks, turn)
     if job is None:
         job = await chat_job(service, unmarked(asked, marks), shown, turn)
-    generation = await start(service, job, arrived_at)
+    generation = await start(service, job)
     return Compaction(AnswerBlocks(generation, shown, at_least_one=False, id_prefix="call_"), seal)
 
 

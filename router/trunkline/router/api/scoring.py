@@ -8,7 +8,6 @@ its KV is computed once for all documents.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
 from typing import Any, Final, Literal, NamedTuple
@@ -147,12 +146,11 @@ class Scores(NamedTuple):
 async def score(request: Request) -> Response:
     """Return the scores of pairs of texts."""
     service = service_of(request)
-    arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
     body = await read_parameters(request, SCORE)
     service = check_model(service, body.model)
     pairs = _pairs(body)
-    found = await while_connected(request, _scores(service, body, pairs, arrived_at))
+    found = await while_connected(request, _scores(service, body, pairs))
     data = [Score(index=index, score=value) for index, value in enumerate(found.values)]
     return JsonResponse(ScoreList(data=data, **found.fields(service, body, "score")))
 
@@ -163,12 +161,11 @@ async def score(request: Request) -> Response:
 async def rerank(request: Request) -> Response:
     """Return documents in the order of their relevance to a query."""
     service = service_of(request)
-    arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
     body = await read_parameters(request, RERANK)
     service = check_model(service, body.model)
     pairs = [Pair(body.query, text, f"documents[{index}]") for index, text in enumerate(body.documents)]
-    found = await while_connected(request, _scores(service, body, pairs, arrived_at))
+    found = await while_connected(request, _scores(service, body, pairs))
     return JsonResponse(Ranking(results=_ranked(body, found.values), **found.fields(service, body, "rerank")))
 
 
@@ -202,9 +199,7 @@ def _ranked(body: RerankRequest, scores: Sequence[float]) -> list[Ranked]:
     ]
 
 
-async def _scores(
-    service: RouterService, body: ScoringRequest, pairs: Sequence[Pair], arrived_at: float
-) -> Scores:
+async def _scores(service: RouterService, body: ScoringRequest, pairs: Sequence[Pair]) -> Scores:
     """Return the scores of pairs.
 
     Raises:
@@ -217,8 +212,8 @@ async def _scores(
     if body.max_tokens_per_doc is not None:
         pairs = [await _cut(service.tokenizer, pair, body.max_tokens_per_doc) for pair in pairs]
     if way == "cosine":
-        return await _cosines(service, body, pairs, arrived_at)
-    return await _likelihoods(service, body, pairs, arrived_at)
+        return await _cosines(service, body, pairs)
+    return await _likelihoods(service, body, pairs)
 
 
 async def _cut(tokenizer: Tokenizer, pair: Pair, tokens: int) -> Pair:
@@ -234,9 +229,7 @@ async def _cut(tokenizer: Tokenizer, pair: Pair, tokens: int) -> Pair:
 # By embeddings
 
 
-async def _cosines(
-    service: RouterService, body: ScoringRequest, pairs: Sequence[Pair], arrived_at: float
-) -> Scores:
+async def _cosines(service: RouterService, body: ScoringRequest, pairs: Sequence[Pair]) -> Scores:
     """Compare embeddings. A text that is in several pairs is read once."""
     sampling = pooled_sampling(service, body)
     texts: dict[str, str] = {}
@@ -249,7 +242,7 @@ async def _cosines(
         tokens = await encode_text(service.tokenizer, text, service.limits, add_special_tokens=True, param=param)
         jobs.append(report_job(service, body, Prompt(tokens, param), sampling))
         await budget.yield_if_spent()
-    reports = await read_reports(service, jobs, list(texts.values()), arrived_at)
+    reports = await read_reports(service, jobs, list(texts.values()))
     vectors = {text: vector_of(found.report) for text, found in zip(texts, reports, strict=True)}
     values = [float(np.dot(vectors[pair.query], vectors[pair.document])) for pair in pairs]
     return Scores(values, reports)
@@ -278,9 +271,7 @@ class _Words(NamedTuple):
         return 1.0 / (1.0 + math.exp(min(no - yes, 700.0))) if yes > -math.inf else 0.0
 
 
-async def _likelihoods(
-    service: RouterService, body: ScoringRequest, pairs: Sequence[Pair], arrived_at: float
-) -> Scores:
+async def _likelihoods(service: RouterService, body: ScoringRequest, pairs: Sequence[Pair]) -> Scores:
     template = _Template(service, body.instruction or INSTRUCTION)
     budget = LoopBudget()
     jobs: list[Job] = []
@@ -297,7 +288,7 @@ async def _likelihoods(
         jobs.append(report_job(service, body, Prompt(tokens + words.before, pair.param), sampling))
         await budget.yield_if_spent()
     assert words is not None
-    reports = await read_reports(service, jobs, [pair.param for pair in pairs], arrived_at)
+    reports = await read_reports(service, jobs, [pair.param for pair in pairs])
     return Scores([words.likelihood(found.report) for found in reports], reports)
 
 

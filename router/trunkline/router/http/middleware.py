@@ -13,6 +13,7 @@ page, or the content type of a form.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import ipaddress
 import os
@@ -97,7 +98,7 @@ class RequestMiddleware:
                 series.
             on_over: called with the scope of each request that is over.
             conversations: returns what the router remembers of conversations.
-            turns: in which requests begin.
+            turns: in which requests begin, but for probes and scrapers, which must have an answer in time.
         """
         self._app = app
         self._metrics = metrics
@@ -114,7 +115,8 @@ class RequestMiddleware:
         request_id = given if _GOOD_ID.fullmatch(given) else os.urandom(16).hex()
         path = self._label(scope["path"])
         record, began, status = self._record(request_id, path, headers), time.monotonic(), 0
-        await self._turns.enter()
+        if not is_routine(path):
+            await self._turns.enter()
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -144,7 +146,7 @@ class RequestMiddleware:
 
     def _record(self, request_id: str, path: str, headers: RequestHeaders) -> RequestRecord:
         """Return the record of a new request, with its trace if the request is traced."""
-        record = RequestRecord(request_id)
+        record = RequestRecord(request_id, asyncio.get_running_loop().time())
         if self._tracer.is_on and not is_routine(path):
             begun = self._tracer.begin(headers.get("traceparent", ""))
             if begun is not None:

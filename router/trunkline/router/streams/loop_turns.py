@@ -2,7 +2,7 @@
 
 To begin a request takes a millisecond of the loop, and to end one about as long. When 64 clients come in the same
 moment, asyncio would run all 64 beginnings before it looks at its sockets again, and the streams that run would
-stand still for as long.
+stand still for as long. Ends go first: an answer that is complete does not wait for requests that have just come.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from collections import deque
 
 
 class LoopTurns:
-    """Lets one coroutine per turn of the event loop pass, in the order in which they came."""
+    """Lets one coroutine per turn of the event loop pass, ends before beginnings, each in the order of arrival."""
 
-    __slots__ = ("_is_taken", "_waiting")
+    __slots__ = ("_beginning", "_ending", "_is_taken")
 
     def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._beginning: deque[asyncio.Future[None]] = deque()
+        self._ending: deque[asyncio.Future[None]] = deque()
         self._is_taken = False
         """Whether a coroutine has passed in this turn."""
 
-    async def enter(self) -> None:
+    async def enter(self, *, is_end: bool = False) -> None:
         """Wait for a turn in which no other coroutine has passed; mostly that is the present one."""
         loop = asyncio.get_running_loop()
         if self._is_taken:
             turn = loop.create_future()
-            self._waiting.append(turn)
+            (self._ending if is_end else self._beginning).append(turn)
             await turn
         else:
             self._is_taken = True
@@ -38,8 +39,8 @@ class LoopTurns:
         Args:
             has_woken: whether a coroutine that was woken has passed in this turn already.
         """
-        while self._waiting:
-            turn = self._waiting.popleft()
+        while waiting := self._ending or self._beginning:
+            turn = waiting.popleft()
             if not turn.done():  # else its coroutine was cancelled
                 turn.set_result(None)
                 asyncio.get_running_loop().call_soon(self._next, True)

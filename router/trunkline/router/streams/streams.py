@@ -253,7 +253,7 @@ class Stream:
             await self._wait()
         self._batch = self._fresh()
         if batch.end is not None and self._turns is not None:
-            await self._turns.enter()  # a step may end many streams
+            await self._turns.enter(is_end=True)  # a step may end many streams
         return batch
 
     def take_with(self, taker: Taker) -> None:

@@ -90,7 +90,7 @@ async def make_request(app: Any, endpoint: Endpoint, request: InnerRequest) -> I
 async def _admitted(service: RouterService, request: InnerRequest, request_id: str) -> AsyncIterator[None]:
     """Count a request as one of its tenant."""
     identity = request.identity
-    record = RequestRecord(request_id)
+    record = RequestRecord(request_id, asyncio.get_running_loop().time())
     record.tenant = identity.tenant
     meter = await service.tenants.enter(identity.tenant)
     # Each try draws the same bytes as the first one.

@@ -10,6 +10,7 @@ Attributes have OpenTelemetry's names where it defines some (`http.*`, `gen_ai.*
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -37,6 +38,8 @@ class RequestRecord:
 
     id: str
     """Id of the request, as in `X-Request-Id`."""
+    arrived_at: float
+    """Loop time in seconds at which the request arrived: before its turn to begin (`LoopTurns`)."""
     trace: RequestTrace | None = None
     """The spans of the request; None: the request is not traced."""
     tenant: str = ""
@@ -97,6 +100,12 @@ class RequestRecord:
 def current_record() -> RequestRecord | None:
     """Return the record of the request at hand; None: the work is for no client, as a health probe."""
     return current().record
+
+
+def arrival() -> float:
+    """Return the loop time in seconds at which the request at hand arrived; without one, the present."""
+    record = current().record
+    return asyncio.get_running_loop().time() if record is None else record.arrived_at
 
 
 @dataclass(slots=True)
