@@ -15,13 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum, auto
 
-import msgspec
-
 from trunkline.controller.allocation.filled_chunks import append_chunk, set_ttl
-from trunkline.controller.allocation.join_message import join_message
+from trunkline.controller.allocation.join_message import first_to_compute, join_message
 from trunkline.controller.allocation.prefix_match import match_prefix
 from trunkline.controller.allocation.turn_ends import turn_end
-from trunkline.controller.allocation.window_blocks import AbsentChunks, first_entries, thin_entries
+from trunkline.controller.allocation.window_blocks import BlockNeed
 from trunkline.controller.allocation.window_match import split_at_far
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
@@ -64,7 +62,7 @@ class KVCacheManager:
         self.chunk_size = tree.chunk_size
         self.has_window = isinstance(tree, ReaderCache)
         self.prefix_cache = prefix_cache
-        self.next_batch_seq_id = 1
+        self._last_batch_seq_id = 0
 
     @property
     def available(self) -> int:
@@ -154,50 +152,64 @@ class KVCacheManager:
     def _reserve(
         self, sequence: Sequence, found: PrefixMatch, spare: int, plan: PlanBuilder, tails: int
     ) -> Admission | None:
-        """Hold what was found, and take the blocks for the rest; without enough blocks give everything back. None:
-        its cut or modules need a partial chunk that finds no room."""
-        stem, match = found
+        """Hold what was found, and take the blocks for the rest; without enough blocks let it go again. None: its
+        cut or modules need a partial chunk that finds no room."""
+        match = found.match
         if not sequence.tokens.count % self.chunk_size:
             tails = 0  # decided only now: the match may have made it a plain prompt of another length
-        anchor = match.path[-1] if len(match.path) > stem.base else stem.root
-        read = len(match.path) - stem.behind
-        for node in stem.pins:
-            self.tree.hold(node)
-        self.tree.hold(anchor, read)
-        if match.partial is not None:
-            self.tree.hold(match.partial, 1)
-        absent = AbsentChunks.of(self.tree, match.path, stem.behind)
-        entries = first_entries(self.tree, sequence, stem.behind)
-        needed = entries - len(match.path) + len(absent.placed) + tails
-        thin_last = thin_entries(self.tree, sequence, stem.behind)
-        thin = thin_last + absent.thin - len(absent.widened)
-        adopt = self._may_adopt_partial(sequence, match)
-        copied = match.partial if match.partial is not None and match.partial.on_device and not adopt else None
-        if copied is not None and not self._is_available(needed + spare, thin):
+        self._hold_match(found)
+        need = BlockNeed.of(self.tree, sequence, found, tails)
+        adopts = self._may_adopt_partial(sequence, match)
+        copied = match.partial if match.partial is not None and match.partial.on_device and not adopts else None
+        if copied is not None and not self._is_available(need.blocks + spare, need.thin):
             # A copy needs its source beside its destination: in a full pool, compute these tokens instead.
             self.tree.release(copied, plan.now, 1)
             match.partial, match.partial_tokens = None, 0
         has_fixed_part = self._has_fixed_part(sequence, match)
-        if not (self._is_available(needed - adopt + spare, thin) and has_fixed_part):
-            if match.partial is not None:
-                self.tree.release(match.partial, plan.now, 1)
-            for node in stem.pins:
-                self.tree.release(node, plan.now)
-            self.tree.release(anchor, plan.now, read)
+        if not (has_fixed_part and self._is_available(need.blocks - adopts + spare, need.thin)):
+            self._release_match(found, plan.now)
             return Admission.NO_BLOCKS if has_fixed_part else None
-        sequence.stem = stem._replace(reserved=entries - thin_last)
+        self._enter(sequence, found, need, adopts, tails, plan)
+        return Admission.ADMITTED
+
+    def _hold_match(self, found: PrefixMatch) -> None:
+        """Keep the chunks of a match from being evicted while a sequence is admitted."""
+        stem, match = found
+        for node in stem.pins:
+            self.tree.hold(node)
+        self.tree.hold(found.anchor, len(match.path) - stem.behind)
+        if match.partial is not None:
+            self.tree.hold(match.partial, 1)
+
+    def _release_match(self, found: PrefixMatch, now: float) -> None:
+        """Undo `_hold_match`: the sequence goes on waiting, and holds nothing."""
+        stem, match = found
+        if match.partial is not None:
+            self.tree.release(match.partial, now, 1)
+        for node in stem.pins:
+            self.tree.release(node, now)
+        self.tree.release(found.anchor, now, len(match.path) - stem.behind)
+
+    def _enter(
+        self, sequence: Sequence, found: PrefixMatch, need: BlockNeed, adopts: bool, tails: int, plan: PlanBuilder
+    ) -> None:
+        """Give a sequence the chunks that it has found and the blocks that it needs, and add it to the batch."""
+        (stem, match), anchor = found, found.anchor
+        read = len(match.path) - stem.behind
+        sequence.stem = stem._replace(reserved=need.whole_entries)
         sequence.path = match.path
         self.tree.tiers.used(match.path[stem.behind :], plan.now)
-        blocks = self._allocate(match, absent, needed, adopt, plan, thin_last)
+        blocks = self._allocate(match, need, adopts, plan)
         while len(sequence.tails) < tails:
             sequence.tails.append(blocks.pop())
         sequence.cached_tokens = len(match.path) * self.chunk_size + match.partial_tokens
         self._insert_pending(sequence, blocks, plan.now)
         self._own(sequence, sequence.path)
-        self.tree.release(anchor, plan.now, read)
+        self.tree.release(anchor, plan.now, read)  # the sequence holds the end of its whole path now
         self.drop_claim(sequence)
-        self._join(sequence, plan)
-        return Admission.ADMITTED
+        sequence.computed = first_to_compute(sequence, self.chunk_size)
+        sequence.batch_seq_id = self.new_batch_seq_id()
+        plan.joins.append(join_message(sequence))
 
     def _may_adopt_partial(self, sequence: Sequence, match: Match) -> bool:
         """Return whether the matched partial chunk can become the sequence's own block: it is on the device, not
@@ -211,35 +223,32 @@ class KVCacheManager:
         others = leaf.claims - (sequence.claim is not None and leaf in sequence.claim)
         return match.partial_tokens == leaf.token_count < self.chunk_size and not others
 
-    def _allocate(
-        self, match: Match, absent: AbsentChunks, needed: int, adopt: bool, plan: PlanBuilder, thin_last: int
-    ) -> list[BlockId]:
+    def _allocate(self, match: Match, need: BlockNeed, adopts: bool, plan: PlanBuilder) -> list[BlockId]:
         """Give blocks to matched chunks that are not on the device, and memory to those that lack it; return the
-        sequence's own new blocks, in order, the last `thin_last` of them thin.
+        sequence's own new blocks, in order, the last `need.thin_last` of them thin.
 
-        The matched head of a partial chunk comes into the first own block: adopted, copied, or loaded. `needed`
-        counts all these blocks, the adopted one included.
+        The matched head of a partial chunk comes into the first own block: adopted, copied, or loaded.
         """
         head, blocks = match.partial, list[BlockId]()
-        if head is not None and adopt:
+        if head is not None and adopts:
             self.tree.release(head, plan.now, 1)
             blocks.append(self.tree.remove(head))
         # Announce the reads first: making room may save chunks, which must not go into the slots that are read.
-        far_head = head if head is not None and not adopt and not head.on_device else None
-        loads = absent.loads
+        far_head = head if head is not None and not adopts and not head.on_device else None
+        loads = need.absent.loads
         reads = [self.tree.reserve_load(node, plan) for node, _ in loads] if loads else []
         head_read = self.tree.reserve_load(far_head, plan) if far_head is not None else None
-        wanted = needed - len(blocks)
-        made = self.make_room(wanted, plan, wanted - thin_last - absent.thin + len(absent.widened))
+        wanted = need.blocks - len(blocks)
+        made = self.make_room(wanted, plan, wanted - need.thin)
         assert made
         for (node, layers), read in zip(loads, reads, strict=True):
-            absent.give_memory(self.tree, self.pool, node, layers)
+            need.absent.give_memory(self.tree, self.pool, node, layers)
             self.tree.load(read, node.block, plan, layers)
-        for _ in range(wanted - len(absent.placed) - thin_last):
+        for _ in range(wanted - len(need.absent.placed) - need.thin_last):
             blocks.append(self.pool.allocate())
-        for _ in range(thin_last):
+        for _ in range(need.thin_last):
             blocks.append(self.pool.allocate_thin())
-        if head is None or adopt:
+        if head is None or adopts:
             return blocks
         if head_read is None:
             plan.copies.append((head.block, blocks[0], 0, match.partial_tokens))
@@ -294,22 +303,10 @@ class KVCacheManager:
         self.tree.remove(node)
         return None
 
-    def _join(self, sequence: Sequence, plan: PlanBuilder) -> None:
-        """Add an admitted sequence to the plan, under a new id in the batch."""
-        total = sequence.tokens.count
-        # Even if everything is cached, the last token is computed, without storing it: its logits are needed.
-        # A prompt whose tokens are scored needs the logits of all its tokens.
-        sequence.computed = 0 if sequence.recompute_from_start else min(sequence.cached_tokens, total - 1)
-        if sequence.group.cut is not None:
-            sequence.computed = max(sequence.computed, sequence.group.cut.cut.first_open)
-        elif sequence.group.modules is not None:
-            sequence.computed = max(sequence.computed, sequence.group.modules.entries * self.chunk_size)
-        sequence.batch_seq_id = self.next_batch_seq_id
-        self.next_batch_seq_id += 1
-        sampling = sequence.sampling
-        if sampling.prompt_logprobs >= 0 and not sequence.recompute_from_start:
-            sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)  # they have been reported
-        plan.joins.append(join_message(sequence, sampling))
+    def new_batch_seq_id(self) -> int:
+        """Return an id in the batch that no sequence has had."""
+        self._last_batch_seq_id += 1
+        return self._last_batch_seq_id
 
     def fork(self, parent: Sequence, child: Sequence, tail: BlockId | None) -> None:
         """Let `child` share the blocks of `parent`, whose tokens are all computed or planned.

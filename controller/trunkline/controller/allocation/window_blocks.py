@@ -1,4 +1,4 @@
-"""How many blocks a sequence has at admission, and how many of them hold all layers: with a window, those of the
+"""How many blocks a sequence needs at admission, and how many of them hold all layers: with a window, those of the
 window and one step. Pure."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.cache.thin_blocks import ThinPool
 from trunkline.controller.cache.thin_cache import ThinCache
 from trunkline.controller.cache.window_cache import WindowCache
-from trunkline.controller.sequences.sequence import Sequence
+from trunkline.controller.sequences.sequence import PrefixMatch, Sequence
 from trunkline.kvstore.window_share import LoadedLayers
 
 
@@ -59,7 +59,35 @@ class AbsentChunks(NamedTuple):
             tree.place(node, pool.allocate() if layers is LoadedLayers.ALL else pool.allocate_thin())
 
 
-def first_entries(tree: RadixCache, sequence: Sequence, behind: int) -> int:
+class BlockNeed(NamedTuple):
+    """What a sequence needs at admission beside the chunks that it has found on the device. Numbers of blocks."""
+
+    absent: AbsentChunks
+    blocks: int
+    """All: for absent chunks, for what is not cached, for the tails of forks."""
+    thin: int
+    """How many of `blocks` may be thin, less one for each found chunk whose thin block becomes whole."""
+    thin_last: int
+    """How many of the last entries of the block table get thin blocks."""
+    whole_entries: int
+    """Number of the entries before these, cached ones included (`Stem.reserved`)."""
+
+    @classmethod
+    def of(cls, tree: RadixCache, sequence: Sequence, found: PrefixMatch, tails: int) -> BlockNeed:
+        """Return what a sequence needs that has found these chunks.
+
+        Args:
+            tails: number of blocks for the tails of sequences that will fork from it.
+        """
+        path, behind = found.match.path, found.stem.behind
+        absent = AbsentChunks.of(tree, path, behind)
+        entries, thin_last = _first_entries(tree, sequence, behind), _thin_entries(tree, sequence, behind)
+        blocks = entries - len(path) + len(absent.placed) + tails
+        thin = thin_last + absent.thin - len(absent.widened)
+        return cls(absent, blocks, thin, thin_last, entries - thin_last)
+
+
+def _first_entries(tree: RadixCache, sequence: Sequence, behind: int) -> int:
     """Return how many entries of its block table a sequence must have blocks for at admission, those behind its
     window counted though they need none.
     """
@@ -69,7 +97,7 @@ def first_entries(tree: RadixCache, sequence: Sequence, behind: int) -> int:
     return whole
 
 
-def thin_entries(tree: RadixCache, sequence: Sequence, behind: int) -> int:
+def _thin_entries(tree: RadixCache, sequence: Sequence, behind: int) -> int:
     """Return how many of the last entries of its block table a sequence needs thin blocks for at admission
     (`trunkline.controller.cache.thin_blocks`); they become whole piece by piece. Samples get whole ones only."""
     if not (isinstance(tree, ThinCache) and sequence.is_windowed and sequence.group.request.width == 1):

@@ -67,8 +67,7 @@ class Forks:
                 child.beam_position = self._position_of(group.search, parent.beam_position.search, index)
             kv.fork(parent, child, parent.tails.pop() if partial else None)
             child.phase = Phase.DECODE
-            child.batch_seq_id = kv.next_batch_seq_id
-            kv.next_batch_seq_id += 1
+            child.batch_seq_id = kv.new_batch_seq_id()
             if partial and child.beam_position is None:
                 # The parent may end with its first token, so its tail is held until the copy is planned.
                 kv.pool.share(parent.private[-1])

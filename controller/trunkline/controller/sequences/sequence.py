@@ -176,6 +176,12 @@ class PrefixMatch(NamedTuple):
     match: Match
     """The whole path of cached chunks; chunks in other trees (`Stem.base` of them) come first."""
 
+    @property
+    def anchor(self) -> Node:
+        """The node below which new chunks will be: the path's last chunk if `stem.root` is above it, else this
+        root."""
+        return self.match.path[-1] if len(self.match.path) > self.stem.base else self.stem.root
+
 
 @dataclass(frozen=True, slots=True)
 class CutPrompt:
