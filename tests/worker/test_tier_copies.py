@@ -27,8 +27,8 @@ from worker.tier_driver import (
 
 from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import KvPool
-from trunkline.kvstore.chunks import Int32Array, pack_int32
-from trunkline.worker.errors import CopyError, WorkerConfigError
+from trunkline.kvstore.chunks import NAME_BYTES, Int32Array, pack_int32
+from trunkline.worker.errors import CopyError, PlanError, WorkerConfigError
 from trunkline.worker.messages import StepPlan
 from trunkline.worker.tiers.copier import Copier
 from trunkline.worker.tiers.copy_lane import COMPUTE, LATE_SAVE, LOAD, SAVE, CopyOptions, LayerSpan
@@ -246,28 +246,37 @@ def test_a_small_late_save_is_told_of_the_steps_end_only(
     traveller.check_end(expected)
 
 
-def test_a_small_late_save_begins_when_its_step_has_been_answered(
+def test_a_small_late_save_is_ordered_when_its_step_has_been_answered(
     travel: Travel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its thread would take the processor from the step for whose token a client waits."""
+    """To order it, and its thread, would take the processor from the step for whose token a client waits."""
     traveller = travel()
-    runner, saves, held = traveller.runner, traveller.copier.saves, list[bool]()
-    launch = runner.launch
+    runner, saves, submitted = traveller.runner, traveller.copier.saves, list[int]()
+    launch, before = runner.launch, saves.submitted
 
     def watched(plan: StepPlan) -> None:
         launch(plan)
-        held.append(saves.held is not None)
+        submitted.append(saves.submitted - before)
 
     monkeypatch.setattr(runner, "launch", watched)
     traveller.prefill(late_saves=moves((3, 7, 1)))
-    assert held == [True]
-    assert saves.held is None
-    saves.wait_for(saves.submitted)
-    runner.launch(StepPlan(2, 1, late_saves=moves((4, 8, 1))))
-    assert not traveller.copier.is_saved(8), "who asks for the slot waits, although its thread does not know yet"
-    runner.launch(StepPlan(3, 1, leaves=pack_int32([1])))
-    saves.wait_for(saves.submitted)
+    assert submitted == [0]
+    assert saves.submitted == before + 1
+    saves.wait_for(before + 1)
+    name = bytes(NAME_BYTES)
+    runner.launch(StepPlan(2, 1, late_saves=moves((4, 8, 1)), save_names=name))
+    assert traveller.copier.host.names.find(name) is None, "who asks for the chunk must see what it waits for"
+    runner.launch(StepPlan(3, 1, leaves=pack_int32([1])))  # orders it in any case
+    saves.wait_for(before + 2)
     assert traveller.copier.is_saved(8)
+    assert traveller.copier.host.names.find(name) is not None
+
+
+def test_a_small_late_save_of_no_block_ends_the_rank(travel: Travel) -> None:
+    traveller = travel()
+    traveller.runner.launch(StepPlan(1, 1, late_saves=moves((1 << 20, 7, 1))))
+    with pytest.raises(PlanError, match="blocks 1048576"):
+        traveller.copier.settle()
 
 
 # --- failures

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trunkline.kernels.live_plan import AnyDecodePlan, LiveDecodePlan
+from trunkline.kernels.live_plan import AnyDecodePlan, LiveDecodePlan, LiveWork
 from trunkline.kernels.ops import AttentionSpec, KernelCounters, KvPool
 from trunkline.kernels.plan import PrefillPlan, WorkOptions, WritePlan, plan_decode_work
 from trunkline.kvstore.chunks import Int32Array
@@ -72,17 +72,19 @@ def turns_queries(spec: AttentionSpec) -> bool:
 class CpuDecodeWork:
     """The pieces of a decode plan for certain head counts: `plan_decode_work`'s words, or those of a live plan."""
 
-    def __init__(self, words_of_plan: Tensor, made: int = 0) -> None:
+    def __init__(self, words_of_plan: Tensor, live: LiveWork | None = None) -> None:
         """
         Args:
-            made: `LiveWork.made` of the words.
+            live: The plan that goes on, if the words are of one.
         """
         self.words = words_of_plan
-        self.made = made
-        words = self.words.numpy()
+        self.made = 0 if live is None else live.made
+        words = self.words.numpy() if live is None else live.array
         self.tokens = int(words[WORK_TOKENS])
         self.shifts: ShiftTable | None = None
         self.entry_query = self.turns = NONE
+        if live is not None and not live.is_shifted:
+            return
         entries = int(words[WORK_ENTRIES])
         shift = words[words[WORK_ENTRY_SHIFT] :][:entries]
         moved = shift.nonzero()[0]
@@ -204,9 +206,9 @@ class Planning:
     def _live_work(self, plan: LiveDecodePlan, pool: KvPool, spec: AttentionSpec) -> CpuDecodeWork:
         live = plan.work(self.options(spec, pool.format.row_bytes))
         _check_pool(pool.data.shape, plan.chunk_size, live.last_block)
-        work, made = live.state, live.made
-        if not isinstance(work, CpuDecodeWork) or work.made != made:
-            live.state = work = CpuDecodeWork(live.words, made)
+        work = live.state
+        if not isinstance(work, CpuDecodeWork) or work.made != live.made:
+            live.state = work = CpuDecodeWork(live.words, live)
             self._counters.decode_plans += 1
         return work
 

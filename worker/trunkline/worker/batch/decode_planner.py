@@ -206,17 +206,17 @@ class LivePlanner:
                 places[index] = places[index - 1] + 1
             keys[(row.id << 32) + places[index]] = index
         known, before = self._keys, self._rows
+        self._rows, self._keys, self._lengths = rows, keys, lengths
         mapping = [known.get(key, -1) for key in keys]
         # Ids come again behind a restart of the controller, which gives them.
         mapping = [old if old >= 0 and before[old] is row else -1 for old, row in zip(mapping, rows, strict=True)]
+        if max(mapping) < 0:
+            return self._begin(places)
         changes: list[int] = []
         if len(rows) != len(known) or mapping != list(range(len(rows))):
             changes += (ROWS, len(rows), *mapping)
-        self._rows, self._keys, self._lengths = rows, keys, lengths
         came_from, place = np.array(mapping), np.array(places)
-        expected = (
-            np.where(came_from >= 0, (before_lengths + np.int32(1))[came_from], 0) if len(known) else place * 0
-        )
+        expected = np.where(came_from >= 0, (before_lengths + np.int32(1))[came_from], 0)
         kept = came_from >= 0
         self._behind, before_behind = np.zeros(len(rows), dtype=np.int32), self._behind
         self._behind[kept] = before_behind[came_from[kept]]
@@ -229,14 +229,25 @@ class LivePlanner:
         for index in (kept & (place == 0) & (expected != lengths)).nonzero()[0].tolist():
             changes += (LENGTH, index, self._seen(index))
         for index in place.nonzero()[0].tolist():
-            self._behind[index] = self._behind[index - places[index]]
-            changes += (LIKE, index, index - places[index], self._seen(index))
-        if len(known):
-            self.positions = self.positions[came_from] + np.int32(1)
-            self.slots = self.slots[came_from] + np.int32(1)
-        else:
-            self.positions, self.slots = np.zeros((2, len(rows)), dtype=np.int32)
+            self._tell_like(index, places[index], changes)
+        self.positions = self.positions[came_from] + np.int32(1)
+        self.slots = self.slots[came_from] + np.int32(1)
         self._find_slots((came_from < 0) | (expected != lengths) | (self.slots % self._chunk_size == 0))
+        return changes
+
+    def _begin(self, places: list[int]) -> list[int]:
+        """Return the changes that tell rows of which none was there before, each with its place among those of
+        its sequence."""
+        count = len(places)
+        self._told.clear()
+        self._behind, self.positions, self.slots = np.zeros((3, count), dtype=np.int32)
+        changes = [ROWS, count, *[-1] * count]
+        for index, place in enumerate(places):
+            if place:
+                self._tell_like(index, place, changes)
+            else:
+                self._tell_whole(index, changes)
+        self._find_slots(np.ones(count, dtype=np.bool_))
         return changes
 
     def _find_slots(self, moved: BoolArray) -> None:
@@ -280,6 +291,11 @@ class LivePlanner:
         self._fresh.append(index)
         self._behind[index] = self._behind_now(index)
         changes += self._row(index)
+
+    def _tell_like(self, index: int, place: int, changes: list[int]) -> None:
+        """Tell a row that reads what another row of its sequence reads, `place` rows before it."""
+        self._behind[index] = self._behind[index - place]
+        changes += (LIKE, index, index - place, self._seen(index))
 
     def _behind_now(self, index: int) -> int:
         """Return how many chunks of a row are behind its window now."""

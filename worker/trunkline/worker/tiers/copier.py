@@ -88,6 +88,8 @@ class Copier:
         self._device = device
         self._options = options
         self._computed = LayerGate()
+        self._late: tuple[StepPlan, StepGate] | None = None
+        """The last plan, if it has small late saves that are not ordered yet."""
         self._touched = _Touched(host.capacity_slots, blocks)
         self._trace: LayerTrace | None = None
         self._reported = (0, 0)
@@ -108,7 +110,7 @@ class Copier:
         _check_names(plan)
         layers = self.host.layers
         gate = StepGate(plan.step, layers, self.loads.gate, self._computed)
-        mark = mark_of(self._device) if plan.saves or plan.loads or plan.late_saves else None
+        mark = mark_of(self._device) if plan.saves or plan.loads else None
         if plan.saves:
             self._save(SAVE, gate, unpack_int32(plan.saves, columns=3), mark, plan.save_names)
         if plan.thinned:
@@ -119,12 +121,11 @@ class Copier:
         if plan.loads:
             parts = np.frombuffer(plan.load_layers, np.uint8) if plan.load_layers else None
             self._load(plan.step, unpack_int32(plan.loads, columns=3), mark, fence, parts)
-        if plan.late_saves:
-            late = unpack_int32(plan.late_saves, columns=3)
-            gate.tells_layers = self.saves.follows_layers(len(late))
-            gate.record_layer = lambda: mark_of(self._device)
-            names = plan.save_names[len(plan.saves) // _SAVE_BYTES * NAME_BYTES :]
-            self._save(LATE_SAVE, gate, late, mark, names)
+        if plan.late_saves and self.saves.follows_layers(len(plan.late_saves) // _SAVE_BYTES):
+            gate.tells_layers, gate.record_layer = True, lambda: mark_of(self._device)
+            self._save_late(plan, gate)
+        elif plan.late_saves:
+            self._late = plan, gate
         if fence:
             gate.waited_ns += self.saves.wait_for(fence)
         last = self.loads.last_until(plan.load_fence)
@@ -153,10 +154,15 @@ class Copier:
             gate.waited_ns += self.saves.wait_for(self.saves.submitted)
 
     def settle(self) -> None:
-        """Begin the small late saves of the last plan, whose step must have been computed. A client waits for the
-        step's token, and for nothing of this; the next plan does it in any case."""
-        if self.saves.held is not None:
-            self.saves.release(mark_of(self._device))
+        """Order the small late saves of the last plan, whose step must have been computed. A client waits for the
+        step's token, and for nothing of this; the next plan does it in any case.
+
+        Raises:
+            PlanError: a block or slot that does not exist.
+        """
+        late, self._late = self._late, None
+        if late is not None:
+            self._save_late(*late)
 
     def take_moved(self) -> tuple[int, int]:
         """Microseconds that copying took since the last call, and blocks copied since then."""
@@ -165,6 +171,11 @@ class Copier:
         spent_ns, blocks = total[0] - self._reported[0], total[1] - self._reported[1]
         self._reported = total
         return spent_ns // 1000, blocks
+
+    def _save_late(self, plan: StepPlan, gate: StepGate) -> None:
+        late, names = unpack_int32(plan.late_saves, columns=3), plan.save_names
+        names = names[len(plan.saves) // _SAVE_BYTES * NAME_BYTES :]
+        self._save(LATE_SAVE, gate, late, mark_of(self._device), names)
 
     def _save(self, kind: str, gate: StepGate, moves: Int32Array, mark: object, names: bytes = b"") -> None:
         """Submit a job behind earlier loads, whose slots it may overwrite and whose blocks it may read.
@@ -176,10 +187,8 @@ class Copier:
         blocks, slots = self.host.begin_saves(moves)
         behind = max(*touched.slot_loads[slots].tolist(), *touched.block_loads[blocks].tolist())
         waits = ((self.loads.gate, behind * self.host.layers),)
-        is_late = kind == LATE_SAVE
-        computed = (self._computed, gate.behind) if is_late and gate.tells_layers else None
-        job = CopyJob(kind, gate.step, blocks, slots, waits, mark, computed, gate.marks)
-        number = self.saves.submit(job, is_held=is_late and computed is None)
+        computed = (self._computed, gate.behind) if kind == LATE_SAVE and gate.tells_layers else None
+        number = self.saves.submit(CopyJob(kind, gate.step, blocks, slots, waits, mark, computed, gate.marks))
         touched.slot_saves[slots] = number
         touched.block_saves[blocks] = number
         if names:  # not before: who finds a name must see what its content waits for

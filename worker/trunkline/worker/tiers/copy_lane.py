@@ -99,8 +99,6 @@ class CopyLane:
         self.gate = LayerGate()
         self.submitted = 0
         """Number of jobs submitted so far."""
-        self.held: CopyJob | None = None
-        """A job of which the thread has not been told."""
         self.moved = (0, 0)
         """Nanoseconds spent on copying, and blocks copied, since the start."""
         self.trace: LayerTrace | None = None
@@ -117,26 +115,12 @@ class CopyLane:
 
     # --- for the thread that takes plans
 
-    def submit(self, job: CopyJob, *, is_held: bool = False) -> int:
-        """Queue a job; return its number.
-
-        Args:
-            is_held: whether the thread is told of it by `release`, to be called before the next job.
-        """
-        assert self.held is None, "jobs are carried out in their order"
+    def submit(self, job: CopyJob) -> int:
+        """Queue a job; return its number."""
         self.submitted += 1
         self._steps.append((job.step, self.submitted))
-        if is_held:
-            self.held = job
-        else:
-            self._queue.put(job)
+        self._queue.put(job)
         return self.submitted
-
-    def release(self, mark: object) -> None:
-        """Queue the job that was held, behind this mark (`mark_of`)."""
-        assert self.held is not None
-        self._queue.put(self.held._replace(mark=mark))
-        self.held = None
 
     def last_until(self, step: int) -> int:
         """Number of the last job of the plans up to `step`; 0 if all of these are done."""
@@ -167,8 +151,8 @@ class CopyLane:
         self._thread.join()
 
     def follows_layers(self, blocks: int) -> bool:
-        """Return whether a late save of so many blocks should be told of each layer; else it begins when all are
-        computed."""
+        """Return whether a late save of so many blocks should be told of each layer; else it is ordered when
+        all are computed."""
         is_large = blocks * self._host.slot_bytes > _WHOLE_BYTES or self._options.link_bytes_per_s > 0
         return self._options.is_layerwise and is_large
 
