@@ -15,7 +15,7 @@ import trunkline
 
 WriteNames = Callable[[bytes, bytes, int, bytes, int, int, int], None]
 """`trunkline_write_names` in `csrc/names/names.cc`. Its last argument is the address of the names to write."""
-_NEWEST: Final = "trunkline_table_new"
+_NEWEST: Final = "trunkline_read_ids"
 """What a library that was built from other sources lacks."""
 
 

@@ -139,9 +139,10 @@ class Application(FastAPI):
         request = Request(scope, receive)
         try:
             response = await endpoint(request)
-        except ApiError as error:
+            await response(scope, receive, send)
+        except ApiError as error:  # nothing has been sent
             response = await _on_api_error(request, error)
-        await response(scope, receive, send)
+            await response(scope, receive, send)
 
 
 async def _nothing() -> None:

@@ -32,7 +32,6 @@ from trunkline.router.api.answer_fields import (
 from trunkline.router.api.document_prompts import mark_documents, marks_of, modular_job
 from trunkline.router.api.edited_prompts import edited_prompt
 from trunkline.router.api.module_prompts import modules_job
-from trunkline.router.api.prompt_batch import start
 from trunkline.router.api.prompting import chat_job, has_modules
 from trunkline.router.api.requests import check_model, read_parameters, service_of
 from trunkline.router.api.responses import (
@@ -96,12 +95,13 @@ async def chat_completions(request: Request) -> Response:
             job = made
         else:
             job = await chat_job(service, body, plan, turn, edited)
-        generation = await start(service, job, request)
+        generation = service.generate(job)
         work.callback(generation.close)
         answer = _ChatAnswer(service, body, plan, generation, turn)
         if not body.stream:
             return await while_connected(request, answer.whole())
-        return EventStream(work.pop_all(), answer.events(request.scope.get(BODY_OUTLET)))
+        events = answer.events(request.scope.get(BODY_OUTLET))
+        return EventStream(work.pop_all(), events, begin=generation.begin)
 
 
 def _plan(service: RouterService, body: ChatRequest) -> ToolPlan:

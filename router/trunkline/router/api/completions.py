@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -55,6 +55,7 @@ from trunkline.router.http.answers import (
     event,
     while_connected,
 )
+from trunkline.router.http.listed_prompts import parse_body
 from trunkline.router.jobs.decoding import check_choices, decoding_of
 from trunkline.router.jobs.job import Job, Prompt, another_job, check_repeated
 from trunkline.router.jobs.request_models import COMPLETIONS, CompletionRequest
@@ -77,7 +78,7 @@ async def completions(request: Request) -> Response:
     """Continue texts or lists of token ids, streamed or not."""
     service = service_of(request)
     service.check_admission()
-    body = await read_parameters(request, COMPLETIONS)
+    body = await read_parameters(request, COMPLETIONS, parse_body)
     service = check_model(service, body.model)
     if len(body.prompts) > 1:  # the rows of a single one are checked with all else that it asks for
         check_choices(len(body.prompts), decoding_of(body, service.limits.max_rows))
@@ -95,9 +96,8 @@ async def completions(request: Request) -> Response:
         answer = _CompletionAnswer(service, body, batch, make_head("cmpl", service, body.model), turn)
         if not body.stream:
             return await while_connected(request, answer.whole())
-        await while_connected(request, batch.begin())
         is_streamed = True
-        return EventStream(answer, answer.events(request.scope.get(BODY_OUTLET)))
+        return EventStream(answer, answer.events(request.scope.get(BODY_OUTLET)), begin=batch.begin)
     finally:
         if not is_streamed:
             _close(batch, turn)
@@ -147,8 +147,8 @@ async def _jobs(service: RouterService, body: CompletionRequest, turn: SessionTu
 
 
 async def _encode(
-    service: RouterService, body: CompletionRequest, prompt: str | list[int], param: str
-) -> list[int]:
+    service: RouterService, body: CompletionRequest, prompt: str | Sequence[int], param: str
+) -> Sequence[int]:
     keep = body.prompt_slice
     if not isinstance(prompt, str):
         return prompt if keep is None else prompt[keep]
@@ -190,6 +190,8 @@ class _CompletionAnswer:
         self._names = token_names(self._vocabulary, body)
         self._count = body.alternatives
         self._prompt_only = body.max_tokens == 0
+        told = body.return_token_ids or body.counts_along or self._prompt_only
+        self._is_plain = turn is None and self._count < 0 and not told
 
     def close(self) -> None:
         """End what the request holds. May be called again."""
@@ -241,19 +243,22 @@ class _CompletionAnswer:
 
     # -- streamed
 
-    async def events(self, outlet: Outlet | None) -> AsyncIterator[bytes]:
-        """Yield the answer as server-sent events, but for those that go straight to `outlet`."""
+    def events(self, outlet: Outlet | None) -> AsyncIterator[bytes]:
+        """Return the answer as server-sent events, but for those that go straight to `outlet`."""
+        texts = TextEvents(lambda index, text: self._chunk(CompletionChoice(index=index, text=text)))
+        if self._is_plain:
+            texts.go_to(0)  # while the first token is on its way
+        return self._events(outlet, texts)
+
+    async def _events(self, outlet: Outlet | None, texts: TextEvents) -> AsyncIterator[bytes]:
         echoes: dict[int, _Echo] = {}
         opened: set[int] = set()
         running = sum(generation.job.decoding.choices for generation in self._batch.generations)
         text = ""
         tokens: list[int] = []
-        told = self._body.return_token_ids or self._body.counts_along or self._prompt_only
-        plain = self._turn is None and self._count < 0 and not told
         starts_bare = not self._body.echo  # an answer with `return_token_ids` is not plain
-        texts = TextEvents(lambda index, text: self._chunk(CompletionChoice(index=index, text=text)))
         async for prompt, delta in self._batch.deltas():
-            if plain and delta.finish is None and delta.text:
+            if self._is_plain and delta.finish is None and delta.text:
                 index = prompt * self._batch.generations[prompt].job.decoding.choices + delta.index
                 if starts_bare or index in opened:
                     if outlet is not None and len(self._batch.generations) == 1:  # else they share the connection
@@ -361,7 +366,7 @@ class _CompletionAnswer:
             logprobs = echo_logprobs(scores, generation.job.prompt, self._count, self._names, offsets)
         return _Echo(text, logprobs, listed)
 
-    def _prompt_text(self, generation: Generation, given: str | list[int]) -> tuple[str, list[int]]:
+    def _prompt_text(self, generation: Generation, given: str | Sequence[int]) -> tuple[str, list[int]]:
         """Return a prompt's text, as the client wrote it if it was a text, and the offset of each token in it."""
         detokenizer = make_detokenizer(
             self._vocabulary, skip_special_tokens=generation.job.skip_special_tokens, at_start=True

@@ -287,7 +287,7 @@ async def chat_job(
 
 
 async def completion_job(
-    service: RouterService, body: CompletionRequest, given: str | list[int], turn: SessionTurn | None = None
+    service: RouterService, body: CompletionRequest, given: str | Sequence[int], turn: SessionTurn | None = None
 ) -> Job:
     """Make the job of a plain completion with a single prompt. `turn`: as in `chat_job`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -96,9 +97,14 @@ class SeenNames:
         return True
 
 
-async def read_parameters(request: Request, endpoint: Endpoint[_Body]) -> _Body:
+async def read_parameters(
+    request: Request, endpoint: Endpoint[_Body], to_object: Callable[[bytes], dict[str, Any]] = parse_body
+) -> _Body:
     """Return the body of a request to a generating endpoint. Errors of the request will name parameters as the
     client spelt them; unknown ones are told to the client (`RequestBody.warnings`), and logged once.
+
+    Args:
+        to_object: Parses the body.
 
     Raises:
         ApiError: 4xx, saying what is wrong.
@@ -111,7 +117,7 @@ async def read_parameters(request: Request, endpoint: Endpoint[_Body]) -> _Body:
         request.scope[SPELT] = reading.names
 
     service = service_of(request)
-    body = await read_request(request, endpoint.model, service.config.max_body_bytes, check, parse_body)
+    body = await read_request(request, endpoint.model, service.config.max_body_bytes, check, to_object)
     if reading.unknown:
         body.name_unknown(reading.unknown)
         for name in reading.unknown:

@@ -167,13 +167,13 @@ class SessionTurn:
         self._known = KnownPrompt(text, tokens, mark.tokens)
         return tokens
 
-    async def continued(self, given: str | list[int], *, add_special_tokens: bool) -> list[int]:
+    async def continued(self, given: str | Sequence[int], *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of the history, followed by those of `given`, a text or token ids."""
         history = self._history.ids()
         if self._history.text and not history:  # its tokens were another tokenizer's
             history = await self._tokenizer.encode_async(self._history.text, add_special_tokens=add_special_tokens)
         if not isinstance(given, str):
-            new, text = given, text_of(given, self._tokenizer.vocabulary)
+            new, text = list(given), text_of(given, self._tokenizer.vocabulary)
         else:
             check_length(len(given), "prompt")
             text = given

@@ -12,7 +12,7 @@ Ollama's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 import msgspec
@@ -181,6 +181,10 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T
     return await _race(work, request.receive)
 
 
+async def _at_once() -> None:
+    pass
+
+
 class EventStream(Response):
     """An answer in the form of a stream of server-sent events."""
 
@@ -192,12 +196,14 @@ class EventStream(Response):
         work: Closable,
         events: AsyncIterator[bytes],
         last_words: Callable[[ApiError], bytes] = lambda error: event(error.body()),
+        begin: Callable[[], Awaitable[None]] = _at_once,
     ) -> None:
         """
         Args:
             work: closed in the end, however the stream ends.
             events: the encoded events; may raise `ApiError`.
             last_words: makes the last event of that error.
+            begin: awaited before the answer begins; the `ApiError` that it may raise is answered instead.
         """
         # `Response.__init__` would make the headers of each answer anew, from their texts.
         self.status_code, self.body = 200, b""
@@ -206,6 +212,7 @@ class EventStream(Response):
         self._work = work
         self._events = events
         self._last_words = last_words
+        self._begin = begin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry point."""
@@ -219,12 +226,14 @@ class EventStream(Response):
     async def parts(self) -> AsyncIterator[bytes]:
         """Yield the events to a reader in the router, not to a client. Errors are raised, as `ApiError`."""
         try:
+            await self._begin()
             async for part in self._events:
                 yield part
         finally:
             self._work.close()
 
     async def _send(self, scope: Scope, send: Send) -> None:
+        await self._begin()
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         send = scope.get(BODY_SEND, send)
         try:
@@ -295,10 +304,11 @@ class TextEvents:
     def event(self, index: int, text: str) -> bytes:
         """Return the event of a choice with a text."""
         if index != self._index:
-            self._go_to(index)
+            self.go_to(index)
         return self._head + _encode(text) + self._tail
 
-    def _go_to(self, index: int) -> None:
+    def go_to(self, index: int) -> None:
+        """Encode what stands around the texts of a choice."""
         around = self._around.get(index)
         if around is None:
             head, _, tail = self._encode(index, _MARK).rpartition(_MARK_JSON)

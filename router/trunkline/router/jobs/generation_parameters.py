@@ -37,9 +37,9 @@ from trunkline.router.jobs.parameters import (
     ResponseFormat,
     SessionId,
     StopExpressions,
+    StopIds,
     Stops,
     StructuredOutputs,
-    TokenIds,
     Trailing,
     Truncation,
     Whitespace,
@@ -123,7 +123,7 @@ class SharedParameters(RequestBody):
         "see [stop expressions](#stop-expressions)",
         value=[],
     )
-    stop_token_ids: TokenIds | None = row("at most 256 token ids", "none", "besides the model's own end tokens")
+    stop_token_ids: StopIds | None = row("at most 256 token ids", "none", "besides the model's own end tokens")
     include_stop_str_in_output: bool | None = row(
         "boolean",
         "false",

@@ -7,6 +7,7 @@ the work for each token, or the size of a message to the engine.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from operator import countOf
 from typing import Annotated, Any, Final, Literal
 
@@ -20,6 +21,7 @@ from trunkline.router.text.stop_expressions import (
     check_edges,
     compile_expression,
 )
+from trunkline.router.text.token_ids import TokenIds
 from trunkline.router.text.truncation import RetentionPolicy
 
 STOPS_MAX: Final = 16
@@ -115,7 +117,9 @@ def _logit_bias(value: Any) -> dict[int, float]:
     return biases
 
 
-def _one_prompt(value: Any) -> str | list[int]:
+def _one_prompt(value: Any) -> str | Sequence[int]:
+    if type(value) is TokenIds:  # some, all whole numbers
+        return value
     if isinstance(value, str):
         if not value:
             raise PydanticCustomError("empty", "must not be empty")
@@ -127,7 +131,7 @@ def _one_prompt(value: Any) -> str | list[int]:
     return value
 
 
-def _prompts(value: Any) -> list[str] | list[list[int]] | dict[str, Any]:
+def _prompts(value: Any) -> list[str] | list[Sequence[int]] | dict[str, Any]:
     """Return the prompts of `prompt` as a list; a prompt of modules, an object, is returned as it is.
 
     A prompt is a text or a list of token ids. Several prompts of one kind are given as a list. The result is empty
@@ -375,7 +379,7 @@ PromptLogprobCount = Annotated[
 LengthPenalty = Annotated[float, Field(ge=-LENGTH_PENALTY_MAX, le=LENGTH_PENALTY_MAX)]
 EarlyStopping = Annotated[bool | Literal["never"], BeforeValidator(_early_stopping)]
 _TokenId = Annotated[StrictInt, Field(ge=0, le=_INT32_MAX)]
-TokenIds = Annotated[list[_TokenId], Field(max_length=STOP_IDS_MAX)]
+StopIds = Annotated[list[_TokenId], Field(max_length=STOP_IDS_MAX)]
 AllowedIds = Annotated[list[_TokenId], Field(min_length=1, max_length=ALLOWED_IDS_MAX, fail_fast=True)]
 Stops = Annotated[Any, BeforeValidator(_stops), WithJsonSchema(_STOPS)]
 StopExpressions = Annotated[Any, BeforeValidator(_stop_expressions), WithJsonSchema(_STOPS)]

@@ -6,6 +6,7 @@ parameters are found in `job.py` and `decoding.py`, because they depend on the m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
@@ -420,7 +421,7 @@ class CompletionRequest(GenerationRequest):
         return -1 if self.logprobs is None else self.logprobs
 
     @property
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[str | Sequence[int]]:
         """All prompts; empty for a prompt of modules."""
         return [] if isinstance(self.prompt, dict) else self.prompt
 

@@ -5,13 +5,32 @@ A list of 200,000 numbers takes 3 milliseconds to make, and most requests need o
 
 from __future__ import annotations
 
+import ctypes
 import struct
-from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, overload
 
 import numpy as np
 
 from trunkline.kvstore.chunks import Int32Array, pack_int32
+from trunkline.kvstore.native_names import library
+
+_ReadIds = Callable[[bytes, int, int, Any], int]
+"""`trunkline_read_ids` in `csrc/names/token_ids.cc`. Its last argument is the address of the array to write."""
+
+
+def _id_reader() -> _ReadIds | None:
+    if library is None:
+        return None
+    read: _ReadIds = library.trunkline_read_ids
+    size = ctypes.c_int64
+    library.trunkline_read_ids.argtypes = (ctypes.c_char_p, size, size, ctypes.c_void_p)
+    library.trunkline_read_ids.restype = size
+    return read
+
+
+_read_ids: Final = _id_reader()
+"""None: the compiled library is missing."""
 
 
 class TokenIds(Sequence[int]):
@@ -47,6 +66,20 @@ class TokenIds(Sequence[int]):
             packed = struct.pack(f"<{len(ids)}i", *ids)  # in a fourth of the time of `np.array`
         except struct.error:
             return ids
+        return cls._of_packed(packed)
+
+    @classmethod
+    def read(cls, text: bytes, begin: int, end: int) -> TokenIds | None:
+        """Return the ids of a JSON list whose items stand in `text` from `begin` to `end`; None: they are not all
+        whole numbers of 0 to 2^31 - 1, there are none, or the compiled library is missing."""
+        if _read_ids is None or begin >= end:
+            return None
+        ids = bytearray(2 * (end - begin) + 2)
+        count = _read_ids(text, begin, end, ctypes.byref(ctypes.c_char.from_buffer(ids)))
+        return cls._of_packed(bytes(ids[: 4 * count])) if count > 0 else None
+
+    @classmethod
+    def _of_packed(cls, packed: bytes) -> TokenIds:
         made = cls(np.frombuffer(packed, "<i4"))
         made._packed = packed
         return made
