@@ -316,8 +316,9 @@ def test_bodies_with_an_encoding(http: httpx.Client) -> None:
     assert (refused.status_code, error["code"]) == (415, "unsupported_media_type")
     assert "'gzip'" in error["message"]
     assert http.post("/v1/completions", content=body, headers=headers).status_code == 200
-    wrong = http.post("/v1/completions", content=b"[]", headers={"Content-Type": "application/json"})
-    assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "invalid_json")
+    for plain in ({}, {"Content-Encoding": "identity"}):
+        wrong = http.post("/v1/completions", content=b"[]", headers={"Content-Type": "application/json", **plain})
+        assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "invalid_json")
 
 
 def test_context_length(http: httpx.Client, fake: FakeController) -> None:

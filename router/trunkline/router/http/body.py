@@ -294,7 +294,7 @@ def _with_encoding(error: ApiError, request: Request) -> ApiError:
     """Return the error that a client gets for a body that cannot be parsed: perhaps it is compressed. Some clients
     send this header with bodies that are not, so it says nothing about those that can be parsed."""
     encoding = headers_of(request.scope).get("content-encoding", "")
-    if error.code != "invalid_json" or not encoding:
+    if error.code != "invalid_json" or encoding.lower() in ("", "identity"):
         return error
     message = f"the body's Content-Encoding is {encoding[:40]!r}; please send it as it is: nothing is unpacked"
     return ApiError(415, message, code="unsupported_media_type")
