@@ -31,6 +31,7 @@ from trunkline.worker.config import DTYPES
 from trunkline.worker.errors import WorkerError
 from trunkline.worker.model.families import read_model_config
 from trunkline.worker.model.model_config import ModelConfig
+from trunkline.worker.model.parallelism import check_parallelism
 
 _CHUNK_SIZE: Final = 64
 _STEP_TOKENS: Final = EngineLimits().token_budget
@@ -70,11 +71,12 @@ def _sized(model: str, asked: tuple[float, int | None, float, int], dtype: str, 
     allowed = (*DTYPES, *KV_DTYPES[1:])
     if dtype not in allowed:
         raise UserError(f"--dtype is {dtype!r}; allowed are {', '.join(allowed)}")
-    if not 1 <= tp <= 1024:
-        raise UserError(f"--tp is {tp}; allowed are 1 to 1024")
+    if tp < 1:
+        raise UserError(f"--tp is {tp}; it must be at least 1")
     folder = Path(model).expanduser()
     try:
         config = read_model_config(folder if (folder / "config.json").is_file() else models.resolve(model))
+        check_parallelism(config, tp)
     except WorkerError as error:
         raise UserError(str(error)) from error
     sessions_per_hour, context, ttl, concurrent = asked
