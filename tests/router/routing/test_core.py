@@ -346,3 +346,42 @@ def test_wrong_calls_are_refused() -> None:
         core.route(RouteRequest(b"abc"), 0.0)
     with pytest.raises(NoControllerError):
         RoutingCore("01").route(request, 0.0)
+
+
+@pytest.mark.parametrize("seed", seeds(4))
+def test_what_is_decided_behind_the_message(seed: int) -> None:
+    """It is what would have been decided before, and nothing that the message needs."""
+    rng = random.Random(seed)
+    count = rng.choice((1, 1, 2, 3))
+    before, behind = ready(count), ready(count)
+    exports = [[f"tcp://{controller}"] * rng.randrange(2) for controller in range(count)]
+    for controller, endpoints in enumerate(exports):
+        for core in (before, behind):
+            core.set_exports(controller, endpoints)
+    live: list[int] = []
+    for ticket in range(400):
+        now = 0.1 * ticket
+        away, is_there = rng.randrange(count), rng.random() < 0.8
+        drops = ((1, 3),) if rng.random() < 0.1 else ()
+        session = rng.choice(("", "a", "b"))
+        request = RouteRequest(packed([rng.randrange(2)] * rng.randrange(4, 60)), session=session, drops=drops)
+        for core in (before, behind):
+            core.set_available(away, is_there or count == 1, now)
+        usable = sum(before.is_available(controller, now) for controller in range(count))
+        if not usable:
+            continue
+        whole, asked = before.route(request, now), behind.route(request, now, in_full=False)
+        may_pull = bool(exports[whole.controller]) and sum(map(bool, exports)) > 1
+        assert (asked.weighed is None) == (usable == 1 and not may_pull and not drops)
+        assert (asked.controller, asked.goes_on) == (whole.controller, whole.goes_on)
+        assert (asked.holders, asked.sleeping, asked.kept) == (whole.holders, whole.sleeping, whole.kept)
+        before.sent(ticket, whole, request, now)
+        decided = behind.sent(ticket, asked, request, now)
+        assert repr(decided) == repr(whole)  # arrays have no single answer to ==
+        tier = rng.choice((1, 2, 4))
+        live.append(ticket)
+        over = live.pop(rng.randrange(len(live))) if rng.random() < 0.7 else -1
+        for core in (before, behind):
+            tell(core, whole.controller, whole, tier)
+            core.started(ticket, now)
+            core.ended(over, now)

@@ -233,8 +233,9 @@ class RoutingCore:
 
     # A request's life
 
-    def route(self, request: RouteRequest, now: float) -> Decision:
-        """Return which controller should get a request.
+    def route(self, request: RouteRequest, now: float, *, in_full: bool = True) -> Decision:
+        """Return which controller should get a request. Without `in_full` the decision may say no more, if there
+        is one controller only and none from which it could pull: `sent` decides the rest, behind the message.
 
         Raises:
             NoControllerError: no controller can take it now.
@@ -242,11 +243,18 @@ class RoutingCore:
         """
         self._forget_gone(now)
         candidates, prefills = self._candidates(request, now)
+        is_plain = not (len(prefills) or request.drops or request.layout)
+        if not in_full and is_plain and len(candidates) == 1 and len(self.peers(only := int(candidates[0]))) <= 1:
+            return Decision(only, "only", 0, 0, [], 0.0, 0.0, [])
+        return self._decide(request, candidates, prefills, now)
+
+    def _decide(self, request: RouteRequest, candidates: IntArray, prefills: IntArray, now: float) -> Decision:
         found, tiers, effective, pulled, tail = self._look_up(request, now)
-        prompt = max((each.names.prompt_tokens for each in found.values()), default=_prompt_tokens(request))
+        prompt = max((each.names.prompt_tokens for each in found.values()), default=request.prompt_tokens)
         new, goes_on, loads, matched = prompt - effective, -1, self.loads, tiers.dot(_ONES)
         inflight, queued = loads.inflight, loads.queued
-        costs = self._costs(new, prompt + request.output_tokens - matched, inflight, queued)
+        displaced = loads.displaced(prompt + request.output_tokens - matched, queued)
+        costs = self.settings.costs(new, displaced, inflight, queued)
         if request.pinned >= 0:
             chosen, reason = request.pinned, "pinned"
         elif request.planned >= 0 and request.planned in candidates:
@@ -304,20 +312,15 @@ class RoutingCore:
             left_behind(own, given.holders, prompt),
         )
 
-    def _costs(self, new: FloatArray, lacking: IntArray, inflight: FloatArray, queued: FloatArray) -> FloatArray:
-        """Return controllers' costs, float64 `[controllers]`, by new tokens, those that need room, and loads."""
-        settings = self.settings
-        waiting = (inflight * settings.request_tokens + queued) / settings.chunk_tokens
-        work = new + settings.displaced_weight * self.loads.displaced(lacking, queued)
-        return (work + settings.floor_tokens) * (1.0 + waiting)
-
-    def sent(self, ticket: int, decision: Decision, request: RouteRequest, now: float) -> None:
-        """Note that a request was sent as decided.
+    def sent(self, ticket: int, decision: Decision, request: RouteRequest, now: float) -> Decision:
+        """Note that a request was sent as decided; return the whole decision.
 
         Raises:
             ValueError: the ticket is in use.
         """
         controller = decision.controller
+        if decision.weighed is None:
+            decision = self._decide(request, np.array([controller]), _NONE, now)
         self.log.add(decision, request, now)
         breaker = self._breakers[controller]
         computed = decision.new_tokens - decision.pulled_tokens
@@ -329,6 +332,7 @@ class RoutingCore:
         breaker.sent(ticket)
         if request.session:
             self._sessions.sent(request.session, goes_on or decision.name)
+        return decision
 
     def started(self, ticket: int, now: float) -> None:
         """Note that a request's prompt is computed. Do nothing if its ticket is unknown or has started before."""
@@ -493,8 +497,3 @@ class RoutingCore:
 
     def _as_holders(self, runs: list[Run]) -> list[Holder]:
         return [Holder(self.names[giver], self._traits.exports(giver), start, stop) for giver, start, stop in runs]
-
-
-def _prompt_tokens(request: RouteRequest) -> int:
-    """Return the length of a prompt while no controller has an identity yet."""
-    return request.token_count if request.names is not None else len(request.tokens) // 4

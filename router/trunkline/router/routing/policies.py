@@ -79,6 +79,14 @@ class RoutingSettings(msgspec.Struct, frozen=True):
     index_bytes_max: int = 256 << 20
     """Memory that the index of chunks may take, about (`ChunkIndex`)."""
 
+    def costs(
+        self, new: FloatArray, displaced: FloatArray, inflight: FloatArray, queued: FloatArray
+    ) -> FloatArray:
+        """Return what a request costs at each controller (`View.costs`), by the tokens to compute, those that must
+        leave, and `Loads`."""
+        waiting = (inflight * self.request_tokens + queued) / self.chunk_tokens
+        return (new + self.displaced_weight * displaced + self.floor_tokens) * (1.0 + waiting)
+
     def validate(self) -> None:
         """Check each setting by itself.
 

@@ -64,6 +64,11 @@ class RouteRequest(msgspec.Struct, frozen=True):
     nothing was planned."""
     origin: Origin = Origin()
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens of the prompt, as far as no names of its chunks are needed to know it."""
+        return self.token_count if self.names is not None else len(self.tokens) // 4
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weighed:
@@ -126,7 +131,8 @@ class Decision(msgspec.Struct, frozen=True):
     blocks: int = 0
     """Number of chunks of the prompt."""
     weighed: Weighed | None = None
-    """The costs and cached tokens of all controllers, for the dashboard and traces; None: not known."""
+    """The costs and cached tokens of all controllers, for the dashboard and traces; None: the decision is not made
+    in full (`RoutingCore.route`)."""
     name: str = ""
     """The controller's name."""
     tail: Tail | None = None

@@ -334,7 +334,7 @@ class Dispatcher:
             route = self._planned.routed(routed, route, is_new=sample == ALL and not self._learns)
             trace, began = None if routed.record is None else routed.record.trace, time.monotonic()
             try:
-                decision = self.core.route(route, self.now())
+                decision = self.core.route(route, self.now(), in_full=trace is not None)
             except NoControllerError as error:
                 again_in = error.wait_seconds
                 break
@@ -389,14 +389,14 @@ class Dispatcher:
         if routed.record is not None:
             routed.record.sent(link.index)
         routed.attempts[attempt.ticket] = attempt
-        attempt.left = decision.left
-        if self._learns:
-            attempt.names = decision.names
         if is_part:
             self._planned.begin(routed, attempt.ticket, decision, route)
         else:
             self._planned.sent(routed, link)
-        self.core.sent(attempt.ticket, decision, route, self.now())
+        decision = self.core.sent(attempt.ticket, decision, route, self.now())
+        attempt.left = decision.left
+        if self._learns:
+            attempt.names = decision.names
         self._on_route(decision)
         return True
 
