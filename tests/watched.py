@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,9 +19,15 @@ watched = Watched()
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Allow processes meanwhile: for what is compiled once and kept, whichever test needs it first."""
+    """Allow processes meanwhile, and any time: for what is compiled once and kept, whichever test needs it first.
+
+    A timeout of that test (pytest-timeout's alarm) would throw away what was compiled so far, and the next test
+    would begin anew and fail as well.
+    """
     name, watched.name = watched.name, ""
+    left_s, _ = signal.setitimer(signal.ITIMER_REAL, 0)
     try:
         yield
     finally:
         watched.name = name
+        signal.setitimer(signal.ITIMER_REAL, left_s)

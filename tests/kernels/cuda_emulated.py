@@ -41,6 +41,8 @@ SANITIZERS: Final = (
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "--param", "asan-stack=0", "-g1"),
 )
 CHECKS: Final = SANITIZERS if os.environ.get(VARIABLE) else ()
+COMPILING_S_MAX: Final = 1800
+"""No test's timeout ends a compiler (`unwatched`), and a loaded machine needs minutes instead of seconds."""
 FLAGS: Final = ("-std=c++20", "-O2", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas", *CHECKS)
 
 H200: Final = (3, 232448, 233472)
@@ -82,7 +84,7 @@ def _build(sources: Path, library: Path) -> None:
 def _compile(arguments: list[str]) -> None:
     # Not the sanitizers' libraries, which may be loaded here.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    subprocess.run([CXX or "c++", *arguments], check=True, env=environment)
+    subprocess.run([CXX or "c++", *arguments], check=True, env=environment, timeout=COMPILING_S_MAX)
 
 
 @functools.cache
