@@ -44,6 +44,9 @@ def check_directory(
     for chunk in live:
         _check_chunk(copies, chunk)
         _check_wants(jobs, mover, chunk)
+    for queue in mover.behind.queues.values():
+        times = list(queue.values())
+        _require(times == sorted(times), "of chunks to be written, a newer one is in front of an older one")
     _check_below(live)
     _check_shares(copies, chunks)
     _require(claimed_count <= copies.host.capacity, "more chunks are claimed than host memory has slots")
