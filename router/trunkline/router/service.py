@@ -135,7 +135,7 @@ class RouterService:
             lambda code: self.metrics.modules.errors.labels(code).inc(),
             quota_of=self.tenants.quota_of,
             pins_of=self.tenants.pins_of,
-            texts_for=lambda *of: self.dispatcher.told_texts(*of),
+            texts_for=lambda *of: self.dispatcher.with_holders(*of),
         )
         self._task_stores = TaskStores(self.records, self.tenants.quota_of)
         self.large_requests = LargeRequests(config.max_body_bytes)

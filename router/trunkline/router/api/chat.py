@@ -97,10 +97,10 @@ async def chat_completions(request: Request) -> Response:
             job = await chat_job(service, body, plan, turn, edited)
         generation = service.generate(job)
         work.callback(generation.close)
-        answer = _ChatAnswer(service, body, plan, generation, turn)
         if not body.stream:
-            return await while_connected(request, answer.whole())
-        events = answer.events(request.scope.get(BODY_OUTLET))
+            return await while_connected(request, _WholeChat(service, body, plan, generation, turn).answer())
+        stream = _StreamedChat(service, body, plan, generation, turn)
+        events = stream.events(request.scope.get(BODY_OUTLET))
         return EventStream(work.pop_all(), events, begin=generation.begin)
 
 
@@ -112,7 +112,7 @@ def _plan(service: RouterService, body: ChatRequest) -> ToolPlan:
 
 
 class _ChatAnswer:
-    """Writes the answer to one chat completion, whole or as a stream."""
+    """An answer to one chat completion that is being written: what whole and streamed ones have in common."""
 
     def __init__(
         self,
@@ -134,9 +134,31 @@ class _ChatAnswer:
         self._thoughts: int | None = 0 if self._thinks else None
         """Tokens of thoughts so far; None: the model has none."""
 
-    # -- whole
+    def _logprobs(self, answer: Collected | Delta) -> ChatLogprobs | None:
+        return chat_logprobs(answer.logprobs, self._count, self._names)
 
-    async def whole(self) -> Response:
+    def _make_parser(self) -> AnswerParser | None:
+        job = self._generation.job
+        return self._plan.make_parser(state=job.thought, formed=job.formed)
+
+    def _shown(self, pieces: list[Piece], tokens: list[int]) -> list[Piece]:
+        """Count the tokens of an answer's thoughts; return the pieces that the client gets."""
+        if self._thoughts is None:
+            return pieces
+        thought = "".join([piece.text for piece in pieces if isinstance(piece, ThoughtPiece)])
+        self._thoughts += self._service.tokenizer.count_thoughts(thought, tokens)
+        return self._without_thoughts(pieces)
+
+    def _without_thoughts(self, pieces: list[Piece]) -> list[Piece]:
+        if self._body.shows_thoughts:
+            return pieces
+        return [piece for piece in pieces if not isinstance(piece, ThoughtPiece)]
+
+
+class _WholeChat(_ChatAnswer):
+    """Writes the answer to one chat completion as a whole."""
+
+    async def answer(self) -> Response:
         """Return the whole answer."""
         answers = await collect_choices(self._generation)
         if self._turn is not None:
@@ -187,9 +209,6 @@ class _ChatAnswer:
             cumulative_logprob=optional(answer.cumulative_logprob),
         )
 
-    def _logprobs(self, answer: Collected | Delta) -> ChatLogprobs | None:
-        return chat_logprobs(answer.logprobs, self._count, self._names)
-
     def _prompt_logprobs(self) -> PromptLogprobList | None:
         scores = prompt_scores_of(self._generation)
         if scores is None or self._body.prompt_logprobs is None:
@@ -197,93 +216,100 @@ class _ChatAnswer:
         prompt, vocabulary = self._generation.job.prompt, self._service.tokenizer.vocabulary
         return prompt_logprob_list(scores, prompt, self._body.prompt_logprobs, vocabulary)
 
-    def _make_parser(self) -> AnswerParser | None:
-        job = self._generation.job
-        return self._plan.make_parser(state=job.thought, formed=job.formed)
 
-    def _shown(self, pieces: list[Piece], tokens: list[int]) -> list[Piece]:
-        """Count the tokens of an answer's thoughts; return the pieces that the client gets."""
-        if self._thoughts is None:
-            return pieces
-        thought = "".join([piece.text for piece in pieces if isinstance(piece, ThoughtPiece)])
-        self._thoughts += self._service.tokenizer.count_thoughts(thought, tokens)
-        return self._without_thoughts(pieces)
+class _StreamedChat(_ChatAnswer):
+    """Writes the answer to one chat completion as server-sent events.
 
-    def _without_thoughts(self, pieces: list[Piece]) -> list[Piece]:
-        if self._body.shows_thoughts:
-            return pieces
-        return [piece for piece in pieces if not isinstance(piece, ThoughtPiece)]
+    first delta of a choice   its role, then its text
+    deltas in the middle      text; most of them are written straight to an `Outlet`, without the coroutine
+    last delta of a choice    the rest of its text, and its end; after the last choice's end comes `[DONE]`
+    """
 
-    # -- streamed
-
-    async def events(self, outlet: Outlet | None) -> AsyncIterator[bytes]:
-        """Yield the answer as server-sent events, but for those that go straight to `outlet`."""
-        samples = self._generation.job.decoding.samples
-        parsers = [self._make_parser() for _ in range(samples)]
-        answers: list[tuple[list[Piece], list[int]]] = [([], []) for _ in range(samples)]
-        unopened = set(range(samples))
-        running = samples
-        written: list[Piece] = []
-        tokens: list[int] = []
-        body = self._body
-        plain = self._turn is None and not (body.logprobs or body.return_token_ids or body.counts_along)
-        texts = TextEvents(
+    def __init__(
+        self,
+        service: RouterService,
+        body: ChatRequest,
+        plan: ToolPlan,
+        generation: Generation,
+        turn: SessionTurn | None,
+    ) -> None:
+        super().__init__(service, body, plan, generation, turn)
+        self._samples = generation.job.decoding.samples
+        self._parsers = [self._make_parser() for _ in range(self._samples)]
+        self._unopened = set(range(self._samples))
+        """Choices of which nothing has been sent."""
+        self._thinking: list[tuple[list[Piece], list[int]]] = [([], []) for _ in range(self._samples)]
+        """The pieces and tokens of each choice, if the model thinks: its thoughts are counted at the end."""
+        self._written: list[Piece] = []
+        """The pieces of the answer, if it is a session's turn: they are stored at the end."""
+        self._tokens: list[int] = []
+        """The tokens of `_written`."""
+        self._is_plain = turn is None and not (body.logprobs or body.return_token_ids or body.counts_along)
+        """Whether the events of a choice without a parser are made of its text alone."""
+        self._texts = TextEvents(
             lambda index, text: self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(content=text)))
         )
 
-        def read(delta: Delta) -> list[ChatChunkChoice]:
-            parser = parsers[delta.index]
-            pieces = _pieces(delta, parser)
-            if parser is not None:
-                self._generation.heard(pieces, is_end=delta.finish is not None)
-            if self._thinks:
-                answers[delta.index][0].extend(pieces)
-                answers[delta.index][1].extend(delta.tokens)
-                pieces = self._without_thoughts(pieces)
-            if self._turn is not None:
-                written.extend(pieces)
-                tokens.extend(delta.tokens)
-            return self._parts(delta, pieces, parser)
-
-        def middle(delta: Delta) -> bytes:
-            """Return the events of a delta that neither opens nor ends its choice."""
-            if plain and parsers[delta.index] is None:
-                return texts.of(delta)
-            return b"".join([self._chunk(choice) for choice in read(delta)])
-
+    async def events(self, outlet: Outlet | None) -> AsyncIterator[bytes]:
+        """Yield the answer as server-sent events, but for those that go straight to `outlet`."""
+        body, running = self._body, self._samples
         async for delta in self._generation.deltas():
-            if delta.finish is None and delta.index not in unopened:
+            if delta.finish is None and delta.index not in self._unopened:
                 if outlet is not None:
-                    self._generation.write_to(outlet, middle)
+                    self._generation.write_to(outlet, self._middle)
                     outlet = None
-                if part := middle(delta):
+                if part := self._middle(delta):
                     yield part
                 continue
-            choices = read(delta)
+            choices = self._read(delta)
             running -= delta.finish is not None
-            parts = b""
-            if choices and delta.index in unopened:
-                # The role goes out with the first text, not before: clients time their first chunk.
-                opening = ChatDelta(role="assistant", content=body.echoed)
-                role = ChatChunkChoice(index=delta.index, delta=opening)
-                parts = self._chunk(role, first=len(unopened) == samples)
-                unopened.remove(delta.index)
+            parts = self._opening(delta.index) if choices and delta.index in self._unopened else b""
+            if choices and not running and self._turn is not None:
+                parts += b"".join([self._chunk(choice) for choice in choices[:-1]])
+                if parts:  # send all text before it is known whether the turn can be stored
+                    yield parts
+                # Store the turn before the end is sent: the next request may follow at once.
+                await self._turn.store_chat(_message(self._written), self._tokens)
+                parts, choices = b"", choices[-1:]
             for choice in choices:
                 is_end = not running and choice is choices[-1]
-                if is_end and self._turn is not None:
-                    if parts:  # send all text before it is known whether the turn can be stored
-                        yield parts
-                    # Store the turn before the end is sent: the next request may follow at once.
-                    await self._turn.store_chat(_message(written), tokens)
-                    parts = b""
                 parts += self._chunk(choice, last=is_end and not body.include_usage)
             if parts:
                 yield parts
         if body.include_usage:
-            for all_pieces, all_tokens in answers:
-                self._shown(all_pieces, all_tokens)
+            for pieces, tokens in self._thinking:
+                self._shown(pieces, tokens)
             yield self._chunk(usage=usage_of(self._generation, thoughts=self._thoughts), last=True)
         yield DONE_EVENT
+
+    def _middle(self, delta: Delta) -> bytes:
+        """Return the events of a delta that neither opens nor ends its choice."""
+        if self._is_plain and self._parsers[delta.index] is None:
+            return self._texts.of(delta)
+        return b"".join([self._chunk(choice) for choice in self._read(delta)])
+
+    def _opening(self, index: int) -> bytes:
+        """Return the event with a choice's role. It goes out with the first text, not before: clients time their
+        first chunk."""
+        opening = ChatDelta(role="assistant", content=self._body.echoed)
+        is_first = len(self._unopened) == self._samples
+        self._unopened.remove(index)
+        return self._chunk(ChatChunkChoice(index=index, delta=opening), first=is_first)
+
+    def _read(self, delta: Delta) -> list[ChatChunkChoice]:
+        """Return a delta as parts of its choice, and keep of it what is needed at the end."""
+        parser = self._parsers[delta.index]
+        pieces = _pieces(delta, parser)
+        if parser is not None:
+            self._generation.heard(pieces, is_end=delta.finish is not None)
+        if self._thinks:
+            self._thinking[delta.index][0].extend(pieces)
+            self._thinking[delta.index][1].extend(delta.tokens)
+            pieces = self._without_thoughts(pieces)
+        if self._turn is not None:
+            self._written.extend(pieces)
+            self._tokens.extend(delta.tokens)
+        return self._parts(delta, pieces, parser)
 
     def _parts(self, delta: Delta, pieces: list[Piece], parser: AnswerParser | None) -> list[ChatChunkChoice]:
         """Return a delta as parts of a choice: text or calls with their log-probabilities, the end in the last."""

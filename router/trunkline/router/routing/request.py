@@ -153,8 +153,8 @@ class Decision(msgspec.Struct, frozen=True):
     left: Left | None = None
     """The peer that is to hear that the conversation goes on here; None: there is none."""
 
-    def told(self, texts: Sequence[ModuleText]) -> list[ModuleText]:
-        """Return the texts of the request's layout with what is said of peers."""
+    def with_holders(self, texts: Sequence[ModuleText]) -> list[ModuleText]:
+        """Return the texts of the request's layout, each with the groups from which it can be pulled."""
         given = self.text_holders
         return [
             msgspec.structs.replace(text, holders=given[index]) if index in given else text
@@ -162,7 +162,7 @@ class Decision(msgspec.Struct, frozen=True):
         ]
 
     def laid_out(self, layout: PromptLayout | None) -> PromptLayout | None:
-        """Return the request's layout with what is said of peers."""
+        """Return the request's layout, its texts as `with_holders` returns them."""
         if layout is None or not self.text_holders:
             return layout
-        return msgspec.structs.replace(layout, texts=self.told(layout.texts))
+        return msgspec.structs.replace(layout, texts=self.with_holders(layout.texts))

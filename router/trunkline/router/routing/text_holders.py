@@ -17,16 +17,22 @@ LOOKED_UP_MAX: Final = 512
 _TOKEN_BYTES: Final = 4
 
 
-def told_texts(
+def with_holders(
     core: RoutingCore, controller: int, texts: Sequence[ModuleText], salt: bytes, now: float, *, relocate: bool
 ) -> list[ModuleText]:
-    """Return the texts of a schema with what is known of peers that have those which a controller lacks. Of a
-    schema with very many texts, the first ones are looked up."""
+    """Return texts of a schema with their `holders`: the groups from which a controller can pull those that it
+    lacks. Of a schema with very many texts, the first `LOOKED_UP_MAX` are looked up.
+
+    Args:
+        controller: index of the controller that is about to encode the texts.
+        now: seconds, of any origin.
+        relocate: whether the texts may be read at other positions than those at which they are computed.
+    """
     first = [
         replace(text, seen=pack_int32([0, len(text.tokens) // _TOKEN_BYTES])) for text in texts[:LOOKED_UP_MAX]
     ]
     route = RouteRequest(b"", salt, layout=PromptLayout(first, b"", relocate=relocate), pinned=controller)
     try:
-        return core.route(route, now).told(texts)
+        return core.route(route, now).with_holders(texts)
     except NoControllerError:
         return list(texts)

@@ -103,7 +103,7 @@ class SchemaStore:
             on_error: called with the error's code for each wrong source or prompt.
             quota_of: as in `owned_records.py`.
             pins_of: returns the part of a group's room for pins that an owner's schemas may take.
-            texts_for: returns texts with what is known of peers that have those which a controller lacks
+            texts_for: returns texts with the groups from which a controller can pull those that it lacks
                 (`routing/text_holders.py`).
         """
         self._records = records

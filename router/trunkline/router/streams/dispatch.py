@@ -31,7 +31,7 @@ from trunkline.router.jobs.job import Job
 from trunkline.router.messages import FinishReason
 from trunkline.router.routing.core import NoControllerError, RoutingCore
 from trunkline.router.routing.request import Decision, RouteRequest
-from trunkline.router.routing.text_holders import told_texts
+from trunkline.router.routing.text_holders import with_holders
 from trunkline.router.streams.courier import identity_of, room_of
 from trunkline.router.streams.health import describe
 from trunkline.router.streams.link import ControllerLink, Standing
@@ -122,7 +122,7 @@ class Dispatcher:
         """Number of requests that wait for a controller."""
         return len(self._waiting)
 
-    # -- from above
+    # -- calls by those who answer requests
 
     def submit(self, job: Job, route: RouteRequest) -> Stream:
         """Send a job to a controller.
@@ -148,11 +148,11 @@ class Dispatcher:
             raise
         return stream
 
-    def told_texts(
+    def with_holders(
         self, link: ControllerLink, texts: list[ModuleText], salt: bytes, relocate: bool
     ) -> list[ModuleText]:
-        """Return texts with what is known of peers that have those which a controller lacks."""
-        return told_texts(self.core, link.index, texts, salt, self.now(), relocate=relocate)
+        """Return texts with the groups from which a controller can pull those that it lacks."""
+        return with_holders(self.core, link.index, texts, salt, self.now(), relocate=relocate)
 
     def choose(self, route: RouteRequest) -> tuple[ControllerLink, Decision]:
         """Return the link to the controller that would get a request now, and why.
@@ -174,7 +174,7 @@ class Dispatcher:
         routed = self._routed.get(stream.request)
         return next((attempt.link for attempt in routed.attempts.values()), None) if routed else None
 
-    # -- from the links
+    # -- calls by the links to controllers
 
     def link_changed(self, link: ControllerLink) -> None:
         """Note that a controller has reported its state, or that its connection was lost."""
