@@ -26,7 +26,7 @@ def with_holders(
     Args:
         controller: index of the controller that is about to encode the texts.
         now: seconds, of any origin.
-        relocate: whether the texts may be read at other positions than those at which they are computed.
+        relocate: as in `PromptLayout`.
     """
     first = [
         replace(text, seen=pack_int32([0, len(text.tokens) // _TOKEN_BYTES])) for text in texts[:LOOKED_UP_MAX]
