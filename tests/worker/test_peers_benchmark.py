@@ -12,7 +12,8 @@ import pytest
 import torch
 from gguf_file import ALIGNMENT, ARRAY, BOOL, FLOAT32, INT32, MIXTURE, STRING, UINT32, kind_of, write_gguf
 from peer_servers import BEFORE, KINDS, TRUNKLINE, Kind, Running, Setting, settle
-from peers import COLD, Cell, Lengths, Table, installed, needs, steady, tenths
+from peer_table import Cell, Table, steady, tenths
+from peers import COLD, Lengths, installed, needs
 from safetensors.torch import save_file
 from seeds import seeds
 from torch import Tensor
