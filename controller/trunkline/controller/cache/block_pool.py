@@ -103,6 +103,8 @@ class Fences:
         self._loads_done = 0
         """Number of the last plan whose loads, like those of all plans before it, are done when the next plan
         runs."""
+        self._last_load = 0
+        """Number of the last plan that loads anything."""
         self._save_fence = 0
         self._load_fence = 0
 
@@ -113,10 +115,12 @@ class Fences:
     def loaded(self, block: BlockId, slot: SlotId, step: int) -> None:
         """Note that the plan of `step` loads `slot` into `block`."""
         self._save_fence = max(self._save_fence, int(self._slot_saved[slot]))
-        self._block_loaded[block] = step
+        self._block_loaded[block] = self._last_load = step
 
     def ready_after(self, blocks: list[BlockId]) -> int:
         """Return the number of the plan whose loads must be done before these blocks are read; 0: none."""
+        if self._last_load <= self._loads_done:
+            return 0
         step, loaded = 0, self._block_loaded[blocks].tolist() if blocks else ()
         for block, loaded_by in zip(blocks, loaded, strict=True):
             if loaded_by > step and block != NO_BLOCK:

@@ -74,6 +74,8 @@ def grow_rows(
         make_room: frees so many blocks for these sequences, and memory for so many whole ones, or preempts them.
         has_beams: whether some of the rows are beams.
     """
+    if not len(slots):
+        return
     starting = slots[rows.planned[slots] == rows.block_counts[slots] * np.int64(kv.chunk_size)]
     if not len(starting):
         return

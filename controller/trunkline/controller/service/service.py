@@ -72,14 +72,7 @@ from trunkline.controller.service.turns import SETTLE_SECONDS_MAX, Deadlines, Le
 from trunkline.controller.service.wakeup import WakeUps
 from trunkline.controller.service.workers import WorkerGroup
 from trunkline.controller.storage.persistence import Persistence
-from trunkline.router.messages import (
-    Finished,
-    FinishReason,
-    Flushed,
-    ModulesReply,
-    Outputs,
-    Prefetched,
-)
+from trunkline.router.messages import Finished, FinishReason, Flushed, ModulesReply, Outputs, Prefetched
 from trunkline.runtime.process import report_status
 from trunkline.runtime.tracing import start as start_tracing
 from trunkline.runtime.wire_sockets import Gate
@@ -208,9 +201,7 @@ class ControllerService:
             if not self.routers.behind(now, silence):
                 return
             self.routers.socket.poll(int((until - now) * 1000) + 1)
-            now = time.monotonic()
-            for router, message in self.routers.receive(now):
-                self._handle(router, message, now)
+            self._read_routers(now := time.monotonic())
 
     def _poll_ms(self) -> int:
         """Return for how many milliseconds the loop may sleep if nothing arrives."""
@@ -222,16 +213,26 @@ class ControllerService:
         something to read; to learn that a ZeroMQ socket has nothing takes several system calls.
 
         After a pause the processor's caches hold nothing of this program, and each function costs microseconds.
-        So a turn that has only a step's result does nothing else until `Deadlines.look`.
+        So until `Deadlines.look`, a turn that has only a step's result does nothing else, and one that has only
+        what routers say does everything else behind the engine's step.
         """
         now = time.monotonic()
-        is_brief = now < self._deadlines.look and len(ready) == 1 and self.group.reports in ready
+        is_single = now < self._deadlines.look and len(ready) == 1
+        is_brief = is_single and self.group.reports in ready
+        is_planned = is_single and self.routers.socket in ready
+        if is_planned:
+            self._read_routers(now)
+            self._step(now)
+            ready = set()
         if not is_brief:
             self._read_signals(ready)
         is_brief = self._read_workers(ready, now) and is_brief
         if not is_brief:
-            self._read_routers(ready, now)
-        self._step(now)
+            self._look_at_members(now)
+            if self.routers.socket in ready:
+                self._read_routers(now)
+        if self._pending.events or not is_planned:
+            self._step(now)
         self.events.turn(self.engine, now)
         if not is_brief:
             self._look_around(now)
@@ -254,12 +255,15 @@ class ControllerService:
             self._lose(str(error), now)
         return len(reports) == 1 and isinstance(reports[0], StepResult)
 
-    def _read_routers(self, ready: set[object], now: float) -> None:
-        """Begin or go on with workers if they are there, and take what the routers want."""
+    def _read_routers(self, now: float) -> None:
+        """Take what the routers want."""
+        for router, message in self.routers.receive(now):
+            self._handle(router, message, now)
+
+    def _look_at_members(self, now: float) -> None:
+        """Begin or go on with workers if they are there, and give up routers that are gone."""
         self.group.reform(now)
         self._try_start(now)
-        for router, message in self.routers.receive(now) if self.routers.socket in ready else ():
-            self._handle(router, message, now)
         for router in self.routers.silent(now, self.config.router_silence_seconds_max):
             self.routers.forget(router)
             self._leaving.wait.gone(router, len(self.routers.indices()), now)
@@ -431,8 +435,7 @@ class ControllerService:
         if self.engine is None or problem_of_prefetch(message, self.config.vocab_size):
             self.routers.send(router, Prefetched(0, message.ticket, 0, 0))
         else:
-            request = request_of_prefetch(message)
-            caller = router, message.ticket
+            caller, request = (router, message.ticket), request_of_prefetch(message)
             self._pending.events.append(ExpectRequest(caller, request, message.root, message.names))
 
     def _modules_call(self, router: int, call: ModulesCall) -> None:
@@ -492,8 +495,6 @@ class ControllerService:
         log.error("this group cannot work", reason=reason)
         self._set_status(Status.FAILED, reason)
         self._pending.events.append(EndAll(reason))
-        now = time.monotonic()
-        for router, message in self.routers.receive(now):
-            self._handle(router, message, now)  # messages that have not been read yet get an answer, too
+        self._read_routers(now := time.monotonic())  # messages that have not been read yet get an answer, too
         self._step(now)
         self._send_state()
