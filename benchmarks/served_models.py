@@ -36,7 +36,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from models import EXPERT, write_random
 from peer_servers import TRUNKLINE, Running, Setting, settle, stop_servers_when_terminated
-from peers import Client, shown
+from peer_table import shown
+from peers import Client
 from report import Report, argument_parser, commit, cpu_name, fill, place_in, some_of
 from serving import Prompts
 from small_model import VOCABULARY, small_model

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from cluster.harness import Cluster
 from peer_servers import TRUNKLINE, Server, Setting
-from peers import Lengths, Speed, Table, mark_of
+from peer_table import Table
+from peers import Lengths, Speed, mark_of
 from report import argument_parser, fill
 from serving import Prompts, model_name
 

@@ -96,7 +96,7 @@ def test_the_group_that_a_conversation_leaves_is_told_once_it_has_begun_elsewher
         core = router.service.dispatcher.core
         route = core.route
 
-        def leaving(request: RouteRequest, now: float, *, in_full: bool) -> Decision:
+        def leaving(request: RouteRequest, now: float, *, in_full: bool = False) -> Decision:
             decision = route(request, now)  # in full
             return msgspec.structs.replace(decision, left=Left(core.names[1 - decision.controller], b"x" * 32, 9))
 

@@ -295,6 +295,7 @@ async def completion_job(
         ApiError: 400, naming the parameter that is wrong.
     """
     policy = policy_of(body, turn)
+    tokens: Sequence[int]
     if turn is not None:
         tokens = await turn.continued(given, add_special_tokens=body.add_special_tokens)
     elif isinstance(given, str):
