@@ -55,8 +55,9 @@ from trunkline.router.messages import PROTOCOL, Finished, FinishReason, Outputs,
 DEMO_MODEL: Final = Path(__file__).resolve().parents[1] / "deploy/trunkline/deploy/demo_model"
 TOKEN: Final = 300
 """What every stream says all the time: a token whose text is short and never ends inside a character."""
-_STATE: Final = State(0, "ready", "", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 4096, max_rows=256, protocol=PROTOCOL)
-"""An idle controller with room for contexts of 4,096 tokens."""
+_IDLE: Final = State(0, "ready", "", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 4096, max_rows=256, protocol=PROTOCOL)
+_STATE: Final = msgspec.structs.replace(_IDLE, fingerprint=bytes(16), dtype="bfloat16", chunk_size=64)
+"""An idle controller with room for contexts of 4,096 tokens, whose chunks have names."""
 
 COLD_FIRST: Final = 5
 """Requests before those that count."""
