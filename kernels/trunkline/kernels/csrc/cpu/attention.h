@@ -6,9 +6,8 @@
 // and head. Bands are K and V, or, in latent attention, one whose rows are keys and end with their values; its tiles
 // are always in plain order, since a product over keys and one over values want different ones. A row is the `d`
 // elements of a token, or `d` bytes, int8 or floats of 8 bits (e4m3), and the float32 by which they are multiplied (of
-// latents: see quantised_kv.h). Where
-// `PoolView::packable`, a full chunk's tiles are permuted in place once it is sealed, into the form of gemm.h's B,
-// the same at every level:
+// latents: see quantised_kv.h). Where `PoolView::packable`, a full chunk's tiles are permuted in place, once, into the
+// form of gemm.h's B, the same at every level:
 //
 //                  K (scores: lanes along tokens)      V (outputs: lanes along d)
 //      bfloat16    [d / 2][chunk][2]                   [chunk / 2][d][2]

@@ -192,12 +192,16 @@ class AttentionUnit {
   }
 
   void attend_heads(const Adjustment& how, const Cursor& next) {
+    const long values = pool_.bands - 1;
     for (int h = 0; h < heads_; ++h) {
+      const bool last = h + 1 == heads_;
+      reader_.fetch_open(group_, last ? values : 0, last ? head_ : head_ + h + 1);
       reader_.load_keys(group_, head_ + h);
       score(h, h * vectors_, vectors_, h * vectors_, &next);
     }
     if constexpr (!kWeighsByHead) weigh(0, heads_ * vectors_, 0, how);
     for (int h = 0; h < heads_; ++h) {
+      if (h + 1 < heads_) reader_.fetch_open(group_, values, head_ + h + 1);
       reader_.load_values(group_, head_ + h);
       if constexpr (kWeighsByHead) weigh(h * vectors_, vectors_, h * vectors_, how);
       accumulate(h, h * vectors_, vectors_, h * vectors_, &next);
