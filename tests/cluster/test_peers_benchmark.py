@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from argparse import Namespace
 from pathlib import Path
 
@@ -35,7 +36,8 @@ def test_every_cell_is_measured(cluster: Cluster, tmp_path: Path) -> None:
         "2 streams, 64 tokens shared",
     ]
     assert all(float(row[2].split()[0].replace(",", "")) > 0 for row in rows)
-    assert [bool(row[4]) for row in rows] == [True, False, True, False, False], "what has a limit"
+    assert not any(rows[index][4] for index in (1, 3, 4)), "they have no limit; others, if the machine was steady"
+    assert re.fullmatch(r"[\d./ ]+ GB/s read, [\d./ ]+ GFLOP/s, \d+ threads", table.rates)
 
 
 def test_a_run_fills_its_place_in_a_page(tmp_path: Path) -> None:
