@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +51,8 @@ class Ranks(threading.Thread):
         super().__init__(daemon=True)
         self.config = config
         self.steps_max = NO_LIMIT
+        self.unanswered: deque[Any] = deque()
+        """Steps that came, in order; those above the limit wait for it to be raised."""
         """The last step that is answered."""
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.plans = [self.context.socket(zmq.SUB) for _ in range(config.tp)]
@@ -112,6 +115,7 @@ class Ranks(threading.Thread):
                 break
             for ready, _ in poller.poll(20):
                 self.receive(self.plans.index(ready))
+            self.answer_steps()
             for rank in self.welcomed - self.holds_back:
                 self.welcomed.discard(rank)
                 self.enter(rank)
@@ -127,6 +131,7 @@ class Ranks(threading.Thread):
             assert message.incarnation == self.incarnations[rank]
             assert self.epoch in (0, message.epoch)
             self.epoch = message.epoch
+            self.unanswered.clear()
             self.welcomed.add(rank)
             self.say_ready(rank)
             return
@@ -137,8 +142,13 @@ class Ranks(threading.Thread):
         assert topic == plan_topic(self.epoch)
         self.steps_seen[rank] += 1
         assert message.step == self.steps_seen[rank], "a rank missed a step"
-        if rank == 0 and message.step <= self.steps_max:
-            self.send(self.workers.execute(message))
+        if rank == 0:
+            self.unanswered.append(message)
+            self.answer_steps()
+
+    def answer_steps(self) -> None:
+        while self.unanswered and self.unanswered[0].step <= self.steps_max:
+            self.send(self.workers.execute(self.unanswered.popleft()))
 
 
 _started: list[Ranks] = []
