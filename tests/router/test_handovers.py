@@ -243,6 +243,12 @@ def test_chunks_on_disk_are_brought_to_host_memory_first(place: Path) -> None:
     run(play())
 
 
+def is_told(router: Router, group: FakeGroup) -> bool:
+    """Whether a router knows how a group is now."""
+    state = router.link(group.name).state
+    return state is not None and (state.host_slots, bool(state.exports)) == (group.host_slots, group.exports)
+
+
 @pytest.mark.parametrize("why", ["alone", "no exports", "nothing arrives", "no room"])
 def test_what_cannot_be_handed_over_is_given_up(place: Path, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handover, "STALL_SECONDS", 0.2)
@@ -253,7 +259,7 @@ def test_what_cannot_be_handed_over_is_given_up(place: Path, why: str, monkeypat
             other.exports = why != "no exports"
             other.fails = why == "nothing arrives"
             other.host_slots = 0 if why == "no room" else 1000
-            await asyncio.sleep(2.1)  # its state is told
+            await until(lambda: all(is_told(router, group) for group in groups.values()))
             groups["a"].status = "draining"
             await until(lambda: bool(groups["a"].heard.handed))
             given_up = [handed.given_up for _, handed in router.ended_with]

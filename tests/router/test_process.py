@@ -48,13 +48,18 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def sleeps(pid: int) -> bool:
+    """Whether a look finds almost no CPU time. A loaded machine does later what a start leaves for later."""
+    before = cpu_seconds(pid)
+    time.sleep(1.5)
+    return cpu_seconds(pid) - before <= 0.05
+
+
 def test_sigterm_drains_and_leaves(place: Path, controller: FakeController) -> None:
     with router_process(place, controller, parent_pid=os.getpid()) as (process, url):
         title = Path(f"/proc/{process.pid}/cmdline").read_bytes()
         assert title.startswith(b"trunkline: router")
-        before = cpu_seconds(process.pid)
-        time.sleep(1.5)
-        assert cpu_seconds(process.pid) - before <= 0.05, "an idle router sleeps"
+        assert any(sleeps(process.pid) for _ in range(10)), "an idle router sleeps"
         process.send_signal(signal.SIGINT)  # a Ctrl-C meant for the supervisor
         controller.behaviour.hold = True
         thread, results = in_background(url)

@@ -263,10 +263,15 @@ def test_a_rank_with_tiers_sleeps_while_nothing_comes(setup: Setup) -> None:
     controller.send(first_plan())
     controller.wait_for(StepResult)
     rank = psutil.Process(process.pid)
-    before = rank.cpu_times()
-    time.sleep(2.0)
-    after = rank.cpu_times()
-    assert after.user + after.system - before.user - before.system <= 0.04  # 2 % of a core, in ticks of 10 ms
+
+    def is_quiet() -> bool:
+        before = rank.cpu_times()
+        time.sleep(2.0)
+        after = rank.cpu_times()
+        return after.user + after.system - before.user - before.system <= 0.04  # 2 % of a core, in ticks of 10 ms
+
+    # Given time: on a loaded machine, what follows the start (the remote tier's trial, the first KV) takes longer.
+    assert any(is_quiet() for _ in range(10))
 
 
 def test_only_sigterm_ends_a_rank(setup: Setup) -> None:
