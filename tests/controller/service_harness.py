@@ -44,16 +44,27 @@ class Failure(NamedTuple):
     """It is reported when the connection of rank 0 has been closed, not before."""
 
 
+class StepQueue:
+    """Steps that came, in order; those above a limit wait for it to be raised."""
+
+    def __init__(self) -> None:
+        self.last = NO_LIMIT
+        """The last step that may be answered."""
+        self.waiting: deque[Any] = deque()
+
+    def take(self) -> Iterator[Any]:
+        """Yield the steps that may be answered."""
+        while self.waiting and self.waiting[0].step <= self.last:
+            yield self.waiting.popleft()
+
+
 class Ranks(threading.Thread):
     """Both ranks of a group in one thread; rank 0 answers with what the simulated workers compute."""
 
     def __init__(self, config: ControllerConfig, *, blocks: int = BLOCKS) -> None:
         super().__init__(daemon=True)
         self.config = config
-        self.steps_max = NO_LIMIT
-        self.unanswered: deque[Any] = deque()
-        """Steps that came, in order; those above the limit wait for it to be raised."""
-        """The last step that is answered."""
+        self.steps = StepQueue()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.plans = [self.context.socket(zmq.SUB) for _ in range(config.tp)]
         self.report = self.context.socket(zmq.PUSH)
@@ -76,11 +87,11 @@ class Ranks(threading.Thread):
     @property
     def answer(self) -> bool:
         """Whether steps are answered."""
-        return self.steps_max > 0
+        return self.steps.last > 0
 
     @answer.setter
     def answer(self, answer: bool) -> None:
-        self.steps_max = NO_LIMIT if answer else 0
+        self.steps.last = NO_LIMIT if answer else 0
 
     def end(self) -> None:
         """Close the sockets, as when the processes are killed."""
@@ -131,7 +142,7 @@ class Ranks(threading.Thread):
             assert message.incarnation == self.incarnations[rank]
             assert self.epoch in (0, message.epoch)
             self.epoch = message.epoch
-            self.unanswered.clear()
+            self.steps.waiting.clear()
             self.welcomed.add(rank)
             self.say_ready(rank)
             return
@@ -143,12 +154,12 @@ class Ranks(threading.Thread):
         self.steps_seen[rank] += 1
         assert message.step == self.steps_seen[rank], "a rank missed a step"
         if rank == 0:
-            self.unanswered.append(message)
+            self.steps.waiting.append(message)
             self.answer_steps()
 
     def answer_steps(self) -> None:
-        while self.unanswered and self.unanswered[0].step <= self.steps_max:
-            self.send(self.workers.execute(self.unanswered.popleft()))
+        for step in self.steps.take():
+            self.send(self.workers.execute(step))
 
 
 _started: list[Ranks] = []
@@ -282,7 +293,7 @@ def run_controller(config: ControllerConfig, folder: Path) -> Iterator[tuple[sub
 def start_ranks(config: ControllerConfig, *, answer: bool = True, steps_max: int = NO_LIMIT) -> Ranks:
     """All ranks of a group, who have said hello."""
     ranks = Ranks(config)
-    ranks.steps_max = steps_max if answer else 0
+    ranks.steps.last = steps_max if answer else 0
     for rank in range(config.tp):
         ranks.say_hello(rank)
     ranks.start()

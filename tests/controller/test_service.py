@@ -80,7 +80,7 @@ def test_late_subscriber_misses_no_step(
 
 
 def abort_and_flush_free_all_blocks(ranks: Ranks, router: Router) -> None:
-    ranks.steps_max = ranks.steps_seen[0] + 2  # it says something, and cannot end by itself
+    ranks.steps.last = ranks.steps_seen[0] + 2  # it says something, and cannot end by itself
     router.submit(30, [1, 2, 3, 4, 5], 80)
     while 30 not in router.tokens:
         router.receive()
