@@ -175,7 +175,7 @@ def test_pipelined_requests_are_answered_in_turn(tight: RunningRouter) -> None:
 def test_who_leaves_behind_a_pipelined_request_takes_no_tokens_of_others(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    """The connection's end is told to the last request of it, so that the one before writes to a closed socket."""
+    """Reading pauses behind a request that waits, so that only a write shows that the client is gone."""
     ids = [6 + index % 90 for index in range(120)]
     body = json.dumps({"prompt": "x", "max_tokens": len(ids), "stream": True, "ignore_eos": True}).encode()
     whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
@@ -195,7 +195,33 @@ def test_who_leaves_behind_a_pipelined_request_takes_no_tokens_of_others(
         events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith(b"data: {")]
         assert "".join(event["choices"][0]["text"] for event in events) == tokenizer.decode(ids)
         wait_until(lambda: not router.inflight)
+        wait_until(lambda: ended(router) == {"200": 1, "499": 1})
     assert len(fake.behaviour.submits) == 2
+
+
+def test_nothing_is_computed_for_who_leaves_with_requests_pipelined(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 120, "ignore_eos": True}).encode()
+    whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with running(tmp_path, tokenizer) as (router, [fake]):
+        fake.behaviour.script = lambda submit: [6] * 120
+        fake.behaviour.seconds_per_token = 0.1
+        with connect(router) as leaving:
+            leaving.sendall(3 * whole)
+            wait_until(lambda: len(fake.behaviour.submits) == 1)
+        wait_until(lambda: not router.inflight, 6.0)
+        wait_until(lambda: ended(router) == {"499": 1})
+    assert len(fake.behaviour.aborts) == 1
+    assert len(fake.behaviour.submits) == 1
+
+
+def ended(router: RunningRouter) -> dict[str, int]:
+    """Completions that are over, by status."""
+    samples = [sample for family in router.service.metrics.requests.collect() for sample in family.samples]
+    return {
+        sample.labels["status"]: int(sample.value)
+        for sample in samples
+        if sample.name.endswith("_total") and sample.labels["endpoint"] == "/v1/completions"
+    }
 
 
 SEEDS = seeds(50)

@@ -29,6 +29,7 @@ import resource
 import signal
 import socket
 import stat
+from collections import deque
 from collections.abc import Coroutine, Iterator
 from http import HTTPStatus
 from itertools import chain
@@ -132,6 +133,8 @@ class BoundedProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
     _seconds: float | None = _AS_IT_IS
     """What the timer is to be set to."""
+    _earlier: deque[RequestResponseCycle] | None = None
+    """Requests that had no whole answer when another one came behind them; the first ones may have one by now."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the client's first request, or refuse the connection if there are too many."""
@@ -143,9 +146,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._wait(limits.idle_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer of a connection that has ended."""
+        """Stop the timer of a connection that has ended, and tell its requests. uvicorn tells only the last one;
+        an earlier one would be computed to its end, and written to a closed connection."""
         self._wait(None)
         super().connection_lost(exc)
+        for cycle in self._earlier or ():
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
 
     def on_message_begin(self) -> None:
         """Begin to count the bytes and the time of a request's headers."""
@@ -180,12 +187,22 @@ class BoundedProtocol(HttpToolsProtocol):
         limits = self.server_state.limits
         is_file = self.url.partition(b"?")[0] == _UPLOADS
         self._wait((limits.file_s if is_file else limits.body_s) * _BODY_MARGIN)
+        before = self.cycle
         super().on_headers_complete()
         if self.cycle is None:
             return
+        if before is not None and not before.response_complete:
+            self._add_earlier(before)
         self.scope[BODY_OUTLET] = _BodyOutlet(self.cycle)  # type: ignore[typeddict-unknown-key]
         if self.server_state.hands_over:
             self.cycle.keep_alive = False
+
+    def _add_earlier(self, cycle: RequestResponseCycle) -> None:
+        if self._earlier is None:
+            self._earlier = deque()
+        while self._earlier and self._earlier[0].response_complete:  # they are answered in turn
+            self._earlier.popleft()
+        self._earlier.append(cycle)
 
     def _take_authority(self) -> None:
         """Replace the `Host` header by the host of a whole URL (`GET http://host/path`): that one counts (RFC 9112
