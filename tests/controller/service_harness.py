@@ -255,7 +255,7 @@ class Router:
 
 
 def group_config(folder: Path) -> ControllerConfig:
-    """Of a group of two small ranks."""
+    """Of a group of two small ranks, which gives routers and requests more time than any machine needs."""
     return ControllerConfig(
         tp=2,
         plan_endpoint=f"ipc://{folder}/plan",
@@ -267,8 +267,8 @@ def group_config(folder: Path) -> ControllerConfig:
         max_rows=8,
         max_waiting=16,
         debug_checks=True,
-        router_silence_seconds_max=1.5,
-        drain_seconds=5.0,
+        router_silence_seconds_max=600.0,
+        drain_seconds=600.0,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def test_failed_rank_says_why(
     ranks.failure = Failure("out of memory", comes_last=fails_last)
     assert "worker rank 1 failed: out of memory" in router.wait_state("starting").detail
     while True:
-        assert watchdog.poll(5000)
+        assert watchdog.poll(60_000)
         if msgspec.msgpack.decode(watchdog.recv_multipart()[-1], type=Leave).epoch >= ranks.epoch:
             break
     watchdog.close(linger=0)
@@ -76,10 +75,9 @@ def test_failed_rank_says_why(
 
 
 def test_a_step_that_is_never_answered_ends_the_epoch(config: ControllerConfig, tmp_path: Path) -> None:
-    with run_controller(replace(config, step_timeout_s=0.5), tmp_path) as (_, router):
+    with run_controller(replace(config, step_timeout_s=2.0), tmp_path) as (_, router):
         ranks = start_ranks(config, answer=False)
         router.wait_state("ready")
-        time.sleep(0.7)  # without a step nothing hangs
         router.submit(1, [1, 2, 3], 9)
         assert "not answered step 1" in router.wait_state("starting").detail
         start_ranks(config)  # the old ones are still there: they do not count, and are waited for

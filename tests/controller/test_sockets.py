@@ -39,7 +39,7 @@ socket.subscribe(messages.rank_topic(0, incarnation))
 welcome = msgspec.msgpack.decode(socket.recv_multipart()[-1], type=messages.Welcome)
 socket.subscribe(messages.plan_topic(welcome.epoch))
 socket.subscribe(messages.member_topic(incarnation))
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -90,7 +90,7 @@ def test_frozen_rank_over_tcp_is_noticed(context: Context, tmp_path: Path) -> No
     report.send(msgspec.msgpack.encode(WorkerHello(0, rank.pid, "elsewhere", incarnation)))
     report.send(msgspec.msgpack.encode(WorkerReady(0, 17, rank.pid, 8, 1, "too early")))
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not group.is_complete and time.monotonic() < deadline:
             group.plans.poll(50)
             group.membership_events(time.monotonic())

@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,9 +97,10 @@ class Group:
         wait_until(lambda: all(marker.exists() for marker in self._markers))
 
 
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[Group]:
-    with run_controller(replace(group_config(tmp_path), step_timeout_s=1.5), tmp_path) as (_, router):
+@contextmanager
+def running_group(tmp_path: Path, step_timeout_s: float) -> Iterator[Group]:
+    config = replace(group_config(tmp_path), step_timeout_s=step_timeout_s)
+    with run_controller(config, tmp_path) as (_, router):
         made = Group(tmp_path, router)
         try:
             yield made
@@ -107,18 +109,21 @@ def group(tmp_path: Path) -> Iterator[Group]:
                 rank.kill()
 
 
-def test_a_rank_leaves_when_its_peer_is_killed(group: Group) -> None:
-    group.begin_step()
-    group.ranks[1].kill()
-    assert group.ranks[0].wait(timeout=LEAVES_WITHIN_S) == EXIT_LEFT
-    assert "worker rank 1 is gone" in group.router.wait_state("starting").detail
+def test_a_rank_leaves_when_its_peer_is_killed(tmp_path: Path) -> None:
+    """Long before the step would be taken to hang."""
+    with running_group(tmp_path, 600.0) as group:
+        group.begin_step()
+        group.ranks[1].kill()
+        assert group.ranks[0].wait(timeout=LEAVES_WITHIN_S) == EXIT_LEFT
+        assert "worker rank 1 is gone" in group.router.wait_state("starting").detail
 
 
-def test_a_rank_leaves_when_its_peer_is_frozen(group: Group) -> None:
+def test_a_rank_leaves_when_its_peer_is_frozen(tmp_path: Path) -> None:
     """The step is not answered, so the epoch is ended. The frozen rank leaves, too, as soon as it can."""
-    group.begin_step()
-    group.ranks[1].send_signal(signal.SIGSTOP)
-    assert group.ranks[0].wait(timeout=1.5 + LEAVES_WITHIN_S) == EXIT_LEFT
-    group.ranks[1].send_signal(signal.SIGCONT)
-    # Its controller kills a rank that stays too long, which it does where this process gets no turn for so long.
-    assert group.ranks[1].wait(timeout=LEAVES_WITHIN_S) in (EXIT_LEFT, -signal.SIGKILL)
+    with running_group(tmp_path, 3.0) as group:
+        group.begin_step()
+        group.ranks[1].send_signal(signal.SIGSTOP)
+        assert group.ranks[0].wait(timeout=3.0 + LEAVES_WITHIN_S) == EXIT_LEFT
+        group.ranks[1].send_signal(signal.SIGCONT)
+        # Its controller kills a rank that stays too long, as it does where this process gets no turn meanwhile.
+        assert group.ranks[1].wait(timeout=LEAVES_WITHIN_S) in (EXIT_LEFT, -signal.SIGKILL)
