@@ -60,6 +60,8 @@ from trunkline.worker.service import EXIT_CONFIG, EXIT_LEFT, Watchdog
 
 pytestmark = pytest.mark.processes
 Report = TypeVar("Report", bound=WorkerReport)
+PATIENCE_MS = 120_000
+"""How long something is waited for that comes for certain: a rank's start takes as long as the machine needs."""
 
 
 class FakeController:
@@ -80,10 +82,10 @@ class FakeController:
     def leave(self, epoch: int) -> None:
         self.plans.send_multipart([LEAVE_TOPIC, msgspec.msgpack.encode(Leave(epoch))])
 
-    def receive(self, timeout_s: float = 30) -> WorkerReport:
+    def receive(self) -> WorkerReport:
         """The next report that is no hello."""
         while True:
-            assert self.reports.poll(int(timeout_s * 1000)), "no report in time"
+            assert self.reports.poll(PATIENCE_MS), "no report in time"
             report = self._decoder.decode(self.reports.recv())
             if not isinstance(report, WorkerHello):
                 return report
@@ -99,16 +101,17 @@ class FakeController:
                 found.append(report)
         return found
 
-    def wait_for_ranks(self, tp: int) -> None:
-        """Every rank's readiness, then its subscription to the plans."""
+    def wait_for_ranks(self, tp: int) -> dict[int, WorkerReady]:
+        """Every rank's readiness, then its subscription to the plans: one that is sent before would be lost."""
         ready: dict[int, WorkerReady] = {}
         while len(ready) < tp:
             report = self.wait_for(WorkerReady)[0]
             ready[report.rank] = report
         seen: set[bytes] = set()
         while not seen >= {b"\x01" + member_topic(hello.incarnation) for hello in self.hellos}:
-            assert self.plans.poll(30_000)
+            assert self.plans.poll(PATIENCE_MS)
             seen.add(self.plans.recv())
+        return ready
 
     def close(self) -> None:
         self.context.destroy(linger=0)
@@ -189,7 +192,7 @@ def test_late_controller_steps_and_shutdown(setup: Setup) -> None:
 def test_host_pool_is_announced_and_used(setup: Setup) -> None:
     controller = setup.controller()
     setup.start(host_memory_bytes=50_000)
-    ready = controller.wait_for(WorkerReady)[0]
+    ready = controller.wait_for_ranks(1)[0]
     assert ready.host_slots == 50_000 // ready.block_bytes
     assert ready.swap_us_per_block > 0
     controller.send(first_plan())
@@ -212,13 +215,9 @@ def test_every_rank_answers_every_move(setup: Setup) -> None:
     """Also while no step comes; a later plan may then load what was read."""
     controller = setup.controller()
     processes = [start_with_disk(setup, rank, 2) for rank in range(2)]
-    ready: dict[int, WorkerReady] = {}
-    while len(ready) < 2:
-        report = controller.wait_for(WorkerReady)[0]
-        ready[report.rank] = report
+    ready = controller.wait_for_ranks(2)
     assert {report.disk_slots > 20 for report in ready.values()} == {True}
     assert {(report.tier_problem, report.has_remote) for report in ready.values()} == {("", False)}
-    controller.wait_for_ranks(2)
     controller.send(first_plan())
     controller.send(StepPlan(2, 1, saves=pack_int32([3, 0, 1, 1, 1, 1])))
     name = bytes(16)
@@ -312,8 +311,11 @@ def test_a_missing_tokenizer_ends_the_request_not_the_rank(setup: Setup) -> None
     controller.wait_for_ranks(1)
     controller.send(CompileGrammar(3, "regex", "[a-z]+"))
     controller.send(first_plan())
-    reports = {type(report): report for report in (controller.receive(60), controller.receive(60))}
-    assert reports.keys() == {StepResult, GrammarReady}
+    reports: dict[type, WorkerReport] = {}
+    while not reports.keys() >= {StepResult, GrammarReady}:
+        report = controller.receive()
+        reports[type(report)] = report
+    assert reports.keys() <= {StepResult, GrammarReady, WorkerReady}  # readiness is told until the first plan
     ready = reports[GrammarReady]
     assert isinstance(ready, GrammarReady)
     assert "on this server" in ready.problem
@@ -371,7 +373,7 @@ def test_nothing_is_loaded_before_the_welcome(setup: Setup) -> None:
     process = setup.start()
     hellos = []
     for _ in range(2):
-        assert controller.reports.poll(60_000)
+        assert controller.reports.poll(PATIENCE_MS)
         hellos.append(msgspec.msgpack.decode(controller.reports.recv(), type=WorkerReport))
     hello = hellos[0]
     assert isinstance(hello, WorkerHello)
@@ -389,11 +391,11 @@ def test_nothing_is_loaded_before_the_welcome(setup: Setup) -> None:
 def test_a_rank_that_is_refused_ends(setup: Setup) -> None:
     controller = setup.controller()
     process = setup.start()
-    assert controller.reports.poll(60_000)
+    assert controller.reports.poll(PATIENCE_MS)
     hello = msgspec.msgpack.decode(controller.reports.recv(), type=WorkerReport)
     assert isinstance(hello, WorkerHello)
     topic = rank_topic(0, hello.incarnation)
-    while controller.plans.poll(30_000) and controller.plans.recv() != b"\x01" + topic:
+    while controller.plans.poll(PATIENCE_MS) and controller.plans.recv() != b"\x01" + topic:
         pass  # what is sent before the subscription has come is lost
     refused = Refused(hello.incarnation, "rank 0 has another dtype")
     controller.plans.send_multipart([topic, msgspec.msgpack.encode(refused)])
