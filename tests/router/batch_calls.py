@@ -52,9 +52,9 @@ def get(http: httpx.Client, batch_id: str) -> dict[str, Any]:
     return found
 
 
-def finished(http: httpx.Client, batch_id: str, seconds: float = 30.0) -> dict[str, Any]:
+def finished(http: httpx.Client, batch_id: str) -> dict[str, Any]:
     """A batch when it is over."""
-    wait_until(lambda: get(http, batch_id)["status"] in OVER, seconds)
+    wait_until(lambda: get(http, batch_id)["status"] in OVER)
     return get(http, batch_id)
 
 

@@ -19,7 +19,7 @@ from router.conformance import Server
 from router.fake_controller import Behaviour, FakeController
 from router.harness import DEMO_MODEL, RunningRouter, make_answer, running, wait_until
 
-from trunkline.router.streams import link
+from trunkline.router.streams import health, link
 from trunkline.router.text.tokenizer import Tokenizer
 
 _numbers = itertools.count()
@@ -48,6 +48,15 @@ def quick_pings() -> Iterator[None]:
     """Routers ask their controllers how they are, and connect again, ten times a second instead of once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(link, "PING_SECONDS", 0.1)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def lasting_health() -> Iterator[None]:
+    """A token is proof for `/health` for as long as a test runs: how many probes a controller gets, which count as
+    requests there, must not depend on how long ago the last token was."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(health, "_FRESH_SECONDS", 3600.0)
         yield
 
 

@@ -100,6 +100,8 @@ class Behaviour:
     seconds_per_token: float = 0.0
     hold: bool = False
     """Admit requests but bring no tokens."""
+    pause_after: int | None = None
+    """Tokens of a sample after which its request gets no more: it waits in the middle of its answer."""
     queue: bool = False
     """Take requests without ever admitting them."""
     mute: bool = False
@@ -110,7 +112,9 @@ class Behaviour:
     drafts: tuple[int, int, bool] | None = None
     """What each message says of a request's drafts, behind its number (`DraftsTried`)."""
     fail_after: int | None = None
-    """Tokens after which a request ends with ENGINE_FAILED."""
+    """Tokens after which a request ends with ENGINE_FAILED …"""
+    fail_when: Callable[[], bool] = lambda: True
+    """… as soon as this is so; before, its last token is held back."""
     gap_after: int | None = None
     """Tokens after which a sequence number is skipped."""
     status: str = "ready"
@@ -227,6 +231,16 @@ class FakeController:
         """Requests that run."""
         return len(self._live)
 
+    @property
+    def paused(self) -> int:
+        """Requests that wait in the middle of their answers."""
+        return sum(not self._goes_on(live) for live in [*self._live.values()])
+
+    @property
+    def sent(self) -> int:
+        """Tokens of the requests that run."""
+        return sum(sample.sent for live in [*self._live.values()] for sample in live.samples)
+
     def _run(self) -> None:
         try:
             socket = self._context.socket(zmq.ROUTER)
@@ -241,7 +255,7 @@ class FakeController:
             self._failure = error
 
     def _turn(self, socket: zmq.Socket[bytes]) -> None:
-        busy = bool(self._live) and not self.behaviour.hold and not self.behaviour.mute
+        busy = not self.behaviour.hold and not self.behaviour.mute and any(map(self._goes_on, self._live.values()))
         if socket.poll(0 if busy else 5):
             while True:
                 try:
@@ -356,13 +370,19 @@ class FakeController:
         )
         return msgspec.structs.replace(state, **behaviour.told)
 
+    def _goes_on(self, live: _Live) -> bool:
+        behaviour, sent = self.behaviour, max(sample.sent for sample in live.samples)
+        if behaviour.fail_after is not None and sent + behaviour.burst >= behaviour.fail_after:
+            return behaviour.fail_when()
+        return behaviour.pause_after is None or sent < behaviour.pause_after
+
     def _step(self, socket: zmq.Socket[bytes]) -> None:
-        """One token for every request, packed in one message per router."""
+        """One token for every request that goes on, packed in one message per router."""
         if self.behaviour.seconds_per_token:
             time.sleep(self.behaviour.seconds_per_token)
-        for router in {live.router for live in self._live.values()}:
-            rows = [live for live in self._live.values() if live.router == router]
-            self._step_router(socket, router, rows)
+        going_on = [live for live in self._live.values() if self._goes_on(live)]
+        for router in {live.router for live in going_on}:
+            self._step_router(socket, router, [live for live in going_on if live.router == router])
 
     def _step_router(self, socket: zmq.Socket[bytes], router: bytes, rows: list[_Live]) -> None:
         behaviour = self.behaviour

@@ -77,7 +77,7 @@ class RunningRouter:
         assert self._loop is not None
         return httpx.Client(
             base_url=self.url,
-            timeout=20,
+            timeout=60,
             headers=JSON | headers,
             transport=InProcess(self._server.config.loaded_app, self._loop),
         )
@@ -91,7 +91,7 @@ class RunningRouter:
     def stop(self) -> None:
         """Leave at once."""
         self._server.should_exit = True
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     def forget_records(self) -> None:
@@ -107,7 +107,7 @@ class RunningRouter:
     def call(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run something in the router's event loop and return its result, such as a call of its record store."""
         assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run something in the router's event loop."""
@@ -118,6 +118,15 @@ class RunningRouter:
     def inflight(self) -> int:
         """Requests its links account for."""
         return sum(link.inflight for link in self.service.links)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it has of the answers that are being made."""
+        return sum(len(each) for live in [*self.service._generations.values()] for each in live.stream.outputs)
+
+    def has_begun(self) -> bool:
+        """Whether the first tokens of all answers were read, so that what fails now fails on the way."""
+        return all(each.first_token_at is not None for each in [*self.service._generations])
 
     @property
     def ready(self) -> int:
@@ -235,5 +244,5 @@ def held_request(fake: FakeController, send: Callable[[], httpx.Response]) -> It
         yield
     finally:
         fake.behaviour.hold = False
-        thread.join(10)
+        thread.join(60)
     assert answers[0].status_code == 200

@@ -14,6 +14,12 @@ import msgspec
 from router.fake_controller import FakeController
 from router.harness import DEMO_MODEL, free_port, wait_until
 
+SHORT_LEASES = """
+from trunkline.router.tasks import task_lease
+task_lease.LEASE_SECONDS = 2.0
+"""
+"""A prelude: what a router that dies had begun goes on elsewhere two seconds later, not ten."""
+
 
 def healthy(url: str) -> bool:
     try:
@@ -35,7 +41,7 @@ def router_process(
     command = [sys.executable, "-c", script, "--config", str(config)]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
         try:
-            wait_until(lambda: healthy(f"http://127.0.0.1:{port}") or process.poll() is not None, 20)
+            wait_until(lambda: healthy(f"http://127.0.0.1:{port}") or process.poll() is not None)
             yield process, f"http://127.0.0.1:{port}"
         finally:
             process.kill()

@@ -14,12 +14,12 @@ import pytest
 from openai.types.responses import ResponseCompletedEvent
 from router.fake_controller import FakeController
 from router.harness import ANSWER, STORES, RunningRouter, make_answer, running, shared_records, wait_until
-from router.process_calls import router_process
+from router.process_calls import SHORT_LEASES, router_process
 
 from trunkline.router.api import response_turn
 from trunkline.router.messages import FinishReason
 from trunkline.router.stores import background_store
-from trunkline.router.tasks import runner, task_lease
+from trunkline.router.tasks import runner
 from trunkline.router.text.tokenizer import Tokenizer
 
 LATER: dict[str, Any] = {"model": "demo", "input": "Hi", "background": True}
@@ -27,9 +27,8 @@ LATER: dict[str, Any] = {"model": "demo", "input": "Hi", "background": True}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routers look for tasks more often, and lose leases sooner."""
+    """Routers look for tasks more often."""
     monkeypatch.setattr(runner, "PERIOD_SECONDS", 0.1)
-    monkeypatch.setattr(task_lease, "LEASE_SECONDS", 1.0)
 
 
 def begin(http: httpx.Client, **fields: Any) -> str:
@@ -46,8 +45,8 @@ def get(http: httpx.Client, response: str) -> dict[str, Any]:
     return found
 
 
-def finished(http: httpx.Client, response: str, seconds: float = 8.0) -> dict[str, Any]:
-    wait_until(lambda: get(http, response)["status"] not in ("queued", "in_progress"), seconds)
+def finished(http: httpx.Client, response: str) -> dict[str, Any]:
+    wait_until(lambda: get(http, response)["status"] not in ("queued", "in_progress"))
     return get(http, response)
 
 
@@ -126,10 +125,11 @@ def test_a_response_fails(http: httpx.Client, router: RunningRouter) -> None:
 def test_what_never_finds_room_fails_after_its_time(
     http: httpx.Client, fake: FakeController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background_store, "TRIED_S", 3.0)
     fake.behaviour.refuse = FinishReason.QUEUE_FULL
-    response = begin(http)
-    done = finished(http, response, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(background_store, "TRIED_S", 0.5)
+        response = begin(http)
+        done = finished(http, response)
     assert (done["status"], done["output"]) == ("failed", [])
     assert "it was tried for 0 hours without success: " in done["error"]["message"]
     fake.behaviour.refuse = None
@@ -316,19 +316,19 @@ def test_another_router_goes_on_when_one_is_killed(place: Path, tokenizer: Token
     other.mkdir()
     try:
         with shared_records() as url:
-            options = {"records": url, "served_model_name": "demo", "log_level": "error"}
+            options = {"records": url, "served_model_name": "demo", "log_level": "error", "prelude": SHORT_LEASES}
             with (
                 router_process(place, controller, **options) as (process, address),
                 httpx.Client(base_url=address, timeout=30) as http,
             ):
                 controller.behaviour.hold = True
                 response = begin(http)
-                wait_until(lambda: controller.live == 1, 20)
+                wait_until(lambda: controller.live == 1)
                 events = streamed(http)
                 begun = [next(events) for _ in range(3)]
                 process.kill()
             with running(other, tokenizer, records=url) as (second, _), second.client() as http:
-                assert finished(http, response, 30)["output"][0]["content"][0]["text"] == ANSWER
+                assert finished(http, response)["output"][0]["content"][0]["text"] == ANSWER
                 streaming = begun[0]["response"]["id"]
                 check_whole([*begun, *streamed(http, f"{streaming}?stream=true&starting_after=2")])
     finally:

@@ -15,23 +15,22 @@ import pytest
 from router.batch_calls import OVER, begin, chat_line, finished, get, lines_of, upload
 from router.fake_controller import FakeController, prompt_of
 from router.harness import ANSWER, STORES, RunningRouter, make_answer, running, shared_records, wait_until
-from router.process_calls import router_process
+from router.process_calls import SHORT_LEASES, router_process
 from seeds import seeds
 
 from trunkline.controller.messages import Submit
 from trunkline.router.api.prompting import LAST_PRIORITY
 from trunkline.router.messages import Finished, FinishReason
-from trunkline.router.tasks import batch_run, runner, task_lease
+from trunkline.router.tasks import batch_run, runner
 from trunkline.router.tenancy.auth import hash_key
 from trunkline.router.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routers look for tasks more often, store answers sooner, and lose leases sooner."""
+    """Routers look for tasks more often, and store answers sooner."""
     monkeypatch.setattr(runner, "PERIOD_SECONDS", 0.1)
     monkeypatch.setattr(batch_run, "COMMIT_SECONDS", 0.05)
-    monkeypatch.setattr(task_lease, "LEASE_SECONDS", 1.0)
 
 
 def contents_of(lines: list[dict[str, Any]]) -> dict[str, str]:
@@ -339,17 +338,17 @@ def test_another_router_goes_on_when_one_is_killed(place: Path, tokenizer: Token
     other.mkdir()
     try:
         with shared_records() as url:
-            options = {"records": url, "served_model_name": "demo", "log_level": "error"}
+            options = {"records": url, "served_model_name": "demo", "log_level": "error", "prelude": SHORT_LEASES}
             with (
                 router_process(place, controller, **options) as (process, address),
                 httpx.Client(base_url=address, timeout=30) as http,
             ):
                 controller.behaviour.max_rows, controller.behaviour.seconds_per_token = 2, 0.005
                 batch = begin(http, [chat_line(i, f"Question {i}") for i in range(60)])
-                wait_until(lambda: get(http, batch)["request_counts"]["completed"] >= 4, 20)
+                wait_until(lambda: get(http, batch)["request_counts"]["completed"] >= 4)
                 process.kill()
             with running(other, tokenizer, records=url) as (second, _), second.client() as http:
-                done = finished(http, batch, 60)
+                done = finished(http, batch)
                 assert done["request_counts"] == {"total": 60, "completed": 60, "failed": 0}
                 found = contents_of(lines_of(http, done["output_file_id"]))
                 assert found == {f"line-{i}": ANSWER for i in range(60)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +114,18 @@ def test_the_last_sample_that_stops_aborts_the_request(
 ) -> None:
     counts = (80, 40, 1)  # far apart: tokens that come together are read together
     said = [tokenizer.encode("a " * n + "STOP" + " b" * 400, add_special_tokens=False) for n in counts]
-    fake.behaviour.sample_script = lambda _, index: said[index]
-    fake.behaviour.seconds_per_token = 0.003
-    answer = http.post("/v1/completions", json=PLAIN | {"n": 3, "stop": "STOP", "max_tokens": 500}).json()
+    behaviour = fake.behaviour
+    behaviour.sample_script = lambda _, index: said[index]
+    stops = [len(tokenizer.encode("a " * n + "STOP", add_special_tokens=False)) for n in counts]
+    behaviour.pause_after = stops[2] + 5
+    body = PLAIN | {"n": 3, "stop": "STOP", "max_tokens": 500}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(http.post, "/v1/completions", json=body)
+        wait_until(lambda: len(behaviour.dropped) == 1)
+        behaviour.pause_after = stops[1] + 5
+        wait_until(lambda: len(behaviour.dropped) == 2)
+        behaviour.pause_after = None
+        answer = asked.result().json()
     assert [choice["text"] for choice in answer["choices"]] == ["a " * n for n in counts]
     [submit] = fake.behaviour.submits
     wait_until(lambda: fake.behaviour.aborts == [submit.request] and router.inflight == 0)
@@ -127,8 +137,7 @@ def test_the_last_sample_that_stops_aborts_the_request(
 def test_a_failure_ends_all_samples(
     http: httpx.Client, fake: FakeController, router: RunningRouter, stream: bool
 ) -> None:
-    fake.behaviour.fail_after = 3
-    fake.behaviour.seconds_per_token = 0.02
+    fake.behaviour.fail_after, fake.behaviour.fail_when = 3, router.has_begun
     response = http.post("/v1/completions", json=PLAIN | {"n": 3, "stream": stream})
     assert response.status_code == (200 if stream else 503)
     assert "worker 1 died" in response.text

@@ -28,6 +28,8 @@ from trunkline.router.text.tokenizer import Tokenizer
 pytestmark = pytest.mark.processes
 
 CHAT: dict[str, Any] = {"messages": MESSAGES, "stream": True}
+SOME = 4
+"""Tokens of an answer that its client has when its controller dies."""
 
 
 def text_of(response: httpx.Response) -> str:
@@ -39,15 +41,23 @@ def text_of(response: httpx.Response) -> str:
 
 @contextmanager
 def cluster(
-    place: Path, tokenizer: Tokenizer, controllers: int, token_s: float = 0.0, resume_seconds: float = 20.0
+    place: Path,
+    tokenizer: Tokenizer,
+    controllers: int,
+    pause_after: int | None = None,
+    *,
+    resume_seconds: float = 60.0,
 ) -> Iterator[tuple[RunningRouter, list[FakeController], httpx.Client]]:
-    """A router that waits for its controllers to come back, and a client. `token_s`: the time a token takes."""
+    """A router that waits for its controllers to come back, and a client.
+
+    `pause_after`: tokens after which answers wait.
+    """
     with (
         running(place, tokenizer, controllers=controllers, resume_seconds=resume_seconds) as (router, fakes),
         httpx.Client(base_url=router.url, timeout=30, trust_env=False) as http,
     ):
         for fake in fakes:
-            fake.behaviour.seconds_per_token = token_s
+            fake.behaviour.pause_after = pause_after
         yield router, fakes, http
         wait_until(lambda: router.inflight == router.service.dispatcher.waiting_count == 0)
 
@@ -62,10 +72,11 @@ def back(fake: FakeController, tokenizer: Tokenizer) -> Iterator[FakeController]
         again.stop()
 
 
-def begun(fakes: list[FakeController]) -> tuple[FakeController, FakeController]:
-    """The one of two controllers that works on a request and has sent some of its tokens, and the other."""
-    wait_until(lambda: any(live.samples[0].sent > 3 for fake in fakes for live in [*fake._live.values()]))
+def begun(router: RunningRouter, fakes: list[FakeController]) -> tuple[FakeController, FakeController]:
+    """The one of two controllers that waits in the middle of an answer, and the other, which will not wait."""
+    wait_until(lambda: any(fake.paused and fake.sent == router.tokens for fake in fakes))
     one, other = sorted(fakes, key=lambda fake: -fake.live)
+    other.behaviour.pause_after = None
     return one, other
 
 
@@ -75,9 +86,9 @@ def submits_of(fakes: list[FakeController]) -> list[Submit]:
 
 
 def test_a_stream_goes_on_at_another_controller(place: Path, tokenizer: Tokenizer) -> None:
-    with cluster(place, tokenizer, 2, 0.02) as (_, fakes, http), ThreadPoolExecutor(1) as pool:
+    with cluster(place, tokenizer, 2, SOME) as (router, fakes, http), ThreadPoolExecutor(1) as pool:
         answer = pool.submit(http.post, "/v1/chat/completions", json=CHAT | {"seed": 7})
-        first, other = begun(fakes)
+        first, other = begun(router, fakes)
         first.stop()
         assert text_of(answer.result()) == ANSWER
         start, rest = first.behaviour.submits[-1], other.behaviour.submits[-1]
@@ -111,10 +122,10 @@ def test_the_group_that_a_conversation_leaves_is_told_once_it_has_begun_elsewher
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stream_waits_for_its_only_controller(place: Path, tokenizer: Tokenizer, stream: bool) -> None:
-    with cluster(place, tokenizer, 1, 0.02) as (router, [fake], http), ThreadPoolExecutor(2) as pool:
+    with cluster(place, tokenizer, 1, SOME) as (router, [fake], http), ThreadPoolExecutor(2) as pool:
         body = CHAT | {"stream": stream}
         running_one = pool.submit(http.post, "/v1/chat/completions", json=body)
-        wait_until(lambda: any(live.samples[0].sent > 3 for live in [*fake._live.values()]))
+        wait_until(lambda: fake.paused == 1)
         fake.stop()
         wait_until(lambda: router.service.dispatcher.waiting_count == 1)
         new_one = pool.submit(http.post, "/v1/chat/completions", json=body)
@@ -159,14 +170,15 @@ def test_samples_go_on_one_by_one(place: Path, tokenizer: Tokenizer) -> None:
         sample = index if submit.n == 3 else seeds.index(submit.sampling.seed)
         return [*tokenizer.encode(texts[sample], add_special_tokens=False), EOS]
 
-    with cluster(place, tokenizer, 2, 0.02) as (_, fakes, http), ThreadPoolExecutor(1) as pool:
+    some = len(tokenizer.encode(texts[0], add_special_tokens=False)) + 2
+    with cluster(place, tokenizer, 2, some) as (router, fakes, http), ThreadPoolExecutor(1) as pool:
         for fake in fakes:
             fake.behaviour.sample_script = script
         body = {"messages": MESSAGES, "n": 3, "seed": 5, "logprobs": True}
         answer = pool.submit(http.post, "/v1/chat/completions", json=body)
-        first, other = begun(fakes)
+        first, other = begun(router, fakes)
         [live] = first._live.values()
-        wait_until(lambda: live.samples[0].over)
+        assert [sample.over for sample in live.samples] == [True, False, False]
         first.stop()
         result = answer.result().json()
         assert [choice["message"]["content"] for choice in result["choices"]] == texts
@@ -178,11 +190,12 @@ def test_samples_go_on_one_by_one(place: Path, tokenizer: Tokenizer) -> None:
 
 def test_samples_that_are_lost_together_are_one_loss(place: Path, tokenizer: Tokenizer) -> None:
     """Each of four goes on for itself; their next controller's death is no four failures of their stream."""
-    with cluster(place, tokenizer, 2, 0.04) as (router, fakes, http), ThreadPoolExecutor(1) as pool:
+    with cluster(place, tokenizer, 2, SOME) as (router, fakes, http), ThreadPoolExecutor(1) as pool:
         answer = pool.submit(http.post, "/v1/chat/completions", json={"messages": MESSAGES, "n": 4})
-        first, other = begun(fakes)
+        first, other = begun(router, fakes)
+        other.behaviour.pause_after = SOME
         first.stop()
-        wait_until(lambda: other.live == 4 and all(live.samples[0].sent > 2 for live in [*other._live.values()]))
+        wait_until(lambda: other.paused == 4)
         other.stop()
         wait_until(lambda: router.service.dispatcher.waiting_count == 1)
         with back(other, tokenizer) as again:
@@ -198,12 +211,12 @@ def test_a_sample_that_fails_ends_the_others(place: Path, tokenizer: Tokenizer) 
         is_second = submit.sampling.seed == sample_seed(5, 1)
         return Finished(submit.request, FinishReason.INVALID, "this one not") if is_second else None
 
-    with cluster(place, tokenizer, 2, 0.05) as (_, fakes, http), ThreadPoolExecutor(1) as pool:
+    with cluster(place, tokenizer, 2, SOME) as (router, fakes, http), ThreadPoolExecutor(1) as pool:
         for fake in fakes:
             fake.behaviour.problem_of = refusal
         body = {"prompt": [50, 51], "max_tokens": 1500, "ignore_eos": True, "n": 2, "seed": 5}
         answer = pool.submit(http.post, "/v1/completions", json=body)
-        first, other = begun(fakes)
+        first, other = begun(router, fakes)
         first.stop()
         assert answer.result().status_code == 400
         wait_until(lambda: other.live == 0 and len(other.behaviour.aborts) == 1)
@@ -430,10 +443,13 @@ def test_a_session_by_header_stays_where_it_was(place: Path, tokenizer: Tokenize
 
 def test_a_stream_that_meets_full_queues_does_not_wait_for_ever(place: Path, tokenizer: Tokenizer) -> None:
     """Every try is refused at once, so no single wait is long; all of them together are."""
-    with cluster(place, tokenizer, 2, 0.02, resume_seconds=1.0) as (_, fakes, http), ThreadPoolExecutor(1) as pool:
+    with (
+        cluster(place, tokenizer, 2, SOME, resume_seconds=3.0) as (router, fakes, http),
+        ThreadPoolExecutor(1) as pool,
+    ):
         answer = pool.submit(http.post, "/v1/chat/completions", json=CHAT)
-        first, other = begun(fakes)
+        first, other = begun(router, fakes)
         other.behaviour.refuse = FinishReason.QUEUE_FULL
         first.stop()
         assert "no engine was ready within" in answer.result().text
-        assert len(submits_of([other])) > 2
+        assert len(submits_of([other])) > 2, "four tries a second"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from router.fake_controller import FakeController
-from router.harness import ADMIN, MESSAGES, RunningRouter, asking, running, wait_until
+from router.harness import ADMIN, MESSAGES, RunningRouter, asking, held_request, running, wait_until
 
 from trunkline.router.messages import FinishReason
 from trunkline.router.streams import health
@@ -49,9 +51,8 @@ def test_refusals(
     assert ("retry-after" in response.headers) == (status != 400)
 
 
-def test_engine_fails_mid_stream(http: httpx.Client, fake: FakeController) -> None:
-    fake.behaviour.fail_after = 3
-    fake.behaviour.seconds_per_token = 0.02
+def test_engine_fails_mid_stream(router: RunningRouter, http: httpx.Client, fake: FakeController) -> None:
+    fake.behaviour.fail_after, fake.behaviour.fail_when = 3, router.has_begun
     streamed = http.post("/v1/chat/completions", json=CHAT | {"stream": True})
     assert streamed.status_code == 200
     assert "[DONE]" not in streamed.text
@@ -98,16 +99,27 @@ def test_a_client_that_leaves_aborts_its_request(
 
 
 def test_health_needs_a_token(http: httpx.Client, fake: FakeController, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "_PROBE_SECONDS_MAX", 0.3)
-    assert http.get("/health").status_code == 200
-    fake.behaviour.hold = True
     monkeypatch.setattr(health, "_FRESH_SECONDS", 0.0)  # what was proved is over
-    before = len(fake.behaviour.submits)
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda _: http.get("/health"), range(4)))
-    assert {answer.status_code for answer in answers} == {503}
-    assert "no token" in answers[0].json()["reason"]
-    assert len(fake.behaviour.submits) - before <= 2, "callers share a probe"
+    monkeypatch.setattr(health, "_PROBE_SECONDS_MAX", 60.0)
+    fake.behaviour.hold = True
+    callers, check = [0], health.HealthProbe.check
+
+    async def counted(probe: health.HealthProbe) -> health.Health:
+        callers[0] += 1
+        return await check(probe)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(4) as pool:
+        patch.setattr(health.HealthProbe, "check", counted)
+        answers = [pool.submit(http.get, "/health") for _ in range(4)]
+        wait_until(lambda: callers[0] == 4 and fake.live > 0)
+        fake.behaviour.hold = False
+        assert {answer.result().status_code for answer in answers} == {200}
+    assert len(fake.behaviour.submits) == 1, "callers share a probe"
+    fake.behaviour.hold = True
+    with monkeypatch.context() as patch:
+        patch.setattr(health, "_PROBE_SECONDS_MAX", 0.3)
+        answer = http.get("/health")
+    assert (answer.status_code, "no token" in answer.json()["reason"]) == (503, True)
     fake.behaviour.hold = False
     assert http.get("/health").status_code == 200
 
@@ -127,7 +139,6 @@ def test_a_failed_or_starting_engine(router: RunningRouter, http: httpx.Client, 
 
 def test_a_late_and_then_frozen_controller(place: Path, tokenizer: Tokenizer) -> None:
     with running(place, tokenizer, wait=False) as (router, [fake]), httpx.Client(base_url=router.url) as http:
-        router.service.links[0]._silence_seconds = 0.5
         assert http.get("/health").status_code == 503
         assert "not connected" in http.get("/health").json()["reason"]
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 503
@@ -135,9 +146,11 @@ def test_a_late_and_then_frozen_controller(place: Path, tokenizer: Tokenizer) ->
         fake.start()
         wait_until(lambda: router.ready == 1)
         fake.behaviour.mute = True
-        response = http.post("/v1/chat/completions", json=CHAT, timeout=10)
+        router.service.links[0]._silence_seconds = 0.5
+        response = http.post("/v1/chat/completions", json=CHAT, timeout=60)
         assert response.status_code == 503
         assert "no answer" in response.json()["error"]["message"]
+        router.service.links[0]._silence_seconds = 60.0  # a fake that gets no turn for long is not frozen
         fake.behaviour.mute = False
         wait_until(lambda: router.ready == 1)
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
@@ -147,17 +160,19 @@ def test_a_router_that_stood_still_does_not_take_its_controller_for_dead(
     place: Path, tokenizer: Tokenizer
 ) -> None:
     with running(place, tokenizer) as (router, [fake]), httpx.Client(base_url=router.url) as http:
-        router.service.links[0]._silence_seconds = 0.5
+        link = router.service.links[0]
         fake.behaviour.hold = True
         answers: list[httpx.Response] = []
         thread = threading.Thread(target=lambda: answers.append(http.post("/v1/chat/completions", json=CHAT)))
         thread.start()
         wait_until(lambda: fake.live == 1)
-
         stood = threading.Event()
 
         async def stand_still() -> None:
+            link._silence_seconds = 0.5
             threading.Event().wait(1.0)
+            await asyncio.sleep(0.02)  # the look at the connection that is overdue comes first
+            link._silence_seconds = 60.0  # the fake may get its turns late, too
             stood.set()
 
         router.spawn(stand_still())
@@ -166,22 +181,19 @@ def test_a_router_that_stood_still_does_not_take_its_controller_for_dead(
         fake.behaviour.hold = False
         thread.join(60)
         assert answers[0].status_code == 200
-        assert router.service.links[0].connections == 1
+        assert link.connections == 1
 
 
 def test_limits_of_the_router_itself(place: Path, tokenizer: Tokenizer) -> None:
-    options: dict[str, Any] = {"max_inflight": 1, "request_timeout_seconds": 0.5, "max_context": 100}
-    with running(place, tokenizer, **options) as (router, [fake]), httpx.Client(base_url=router.url) as http:
+    options: dict[str, Any] = {"max_inflight": 1, "max_context": 100}
+    with running(place, tokenizer, **options) as (router, [fake]), router.client() as http:
+        with held_request(fake, lambda: http.post("/v1/chat/completions", json=CHAT)):
+            busy = http.post("/v1/chat/completions", json=CHAT)
+            assert (busy.status_code, busy.headers["retry-after"]) == (429, "1")
         fake.behaviour.hold = True
-        first: list[httpx.Response] = []
-        thread = threading.Thread(target=lambda: first.append(http.post("/v1/chat/completions", json=CHAT)))
-        thread.start()
-        wait_until(lambda: fake.live == 1)
-        busy = http.post("/v1/chat/completions", json=CHAT)
-        assert (busy.status_code, busy.headers["retry-after"]) == (429, "1")
-        thread.join()
-        assert first[0].status_code == 504
-        assert first[0].json()["error"]["code"] == "timeout"
+        router.service.config = msgspec.structs.replace(router.service.config, request_timeout_seconds=0.5)
+        late = http.post("/v1/chat/completions", json=CHAT)
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
         wait_until(lambda: fake.live == 0)
         assert http.post("/v1/completions", json={"prompt": [5] * 100}).status_code == 400
 

@@ -174,9 +174,8 @@ def test_of_many_at_once_one_is_answered(http: httpx.Client, fake: FakeControlle
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_only_good_answers_are_kept(place: Path, tokenizer: Tokenizer, stream: bool) -> None:
-    with one_router(place, tokenizer) as (_, http, fake):
-        fake.behaviour.seconds_per_token = 0.02
-        fake.behaviour.fail_after = 3
+    with one_router(place, tokenizer) as (router, http, fake):
+        fake.behaviour.fail_after, fake.behaviour.fail_when = 3, router.has_begun
         failed = ask(http, "good", stream=stream)
         assert failed.status_code == (200 if stream else 503)
         assert "engine_failed" in failed.text
@@ -252,7 +251,7 @@ def test_what_is_too_long_is_made_again(
 
 def test_copies_share_a_bounded_room(place: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trunkline.router.http.replay.COPIES_BYTES_MAX", 3000)
-    with one_router(place, tokenizer) as (_, http, fake):
+    with one_router(place, tokenizer) as (router, http, fake):
         for number in range(10):  # each gives its room back …
             assert ask(http, f"short {number}").status_code == 200
             assert ask(http, f"short {number}").headers[REPLAYED] == "true"
@@ -261,8 +260,7 @@ def test_copies_share_a_bounded_room(place: Path, tokenizer: Tokenizer, monkeypa
                 answer = ask(http, f"long {number}", n=40)
                 assert len(answer.content) > 3000
                 assert REPLAYED not in answer.headers
-        fake.behaviour.fail_after = 3
-        fake.behaviour.seconds_per_token = 0.02
+        fake.behaviour.fail_after, fake.behaviour.fail_when = 3, router.has_begun
         assert "engine_failed" in ask(http, "failing", stream=True).text
         fake.behaviour.fail_after = None
         patiently(lambda: ask(http, "last"))

@@ -11,7 +11,7 @@ import pydantic
 import pytest
 from router.api_calls import BROKEN_CALL, CITY, TWO_CALLS, Say, last_prompt, named_events, without_repeats
 from router.fake_controller import FakeController, prompt_of
-from router.harness import ANSWER
+from router.harness import ANSWER, RunningRouter
 
 from trunkline.controller.messages import Submit
 from trunkline.router.messages import FinishReason
@@ -198,8 +198,10 @@ def test_counting_tokens(claude: anthropic.Anthropic, fake: FakeController) -> N
         claude.messages.count_tokens(model="demo", messages=[{"role": "assistant", "content": [call]}, *HI])
 
 
-def test_a_failure_on_the_way(http: httpx.Client, claude: anthropic.Anthropic, fake: FakeController) -> None:
-    fake.behaviour.fail_after, fake.behaviour.seconds_per_token = 3, 0.05
+def test_a_failure_on_the_way(
+    router: RunningRouter, http: httpx.Client, claude: anthropic.Anthropic, fake: FakeController
+) -> None:
+    fake.behaviour.fail_after, fake.behaviour.fail_when = 3, router.has_begun
     last = events_of(http)[-1]
     assert last["error"] == {"type": "overloaded_error", "message": "worker 1 died"}
     assert (last["type"], len(last["request_id"])) == ("error", 32)

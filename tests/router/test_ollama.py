@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from router.api_calls import BROKEN_CALL, CITY, TWO_CALLS, last_prompt, say
 from router.fake_controller import FakeController, prompt_of
-from router.harness import ANSWER
+from router.harness import ANSWER, RunningRouter
 
 from trunkline.controller.messages import TopLogprobs
 from trunkline.router.text.tokenizer import Tokenizer
@@ -292,9 +292,10 @@ def test_prompts_that_do_not_fit_are_cut(http: httpx.Client, fake: FakeControlle
     assert len(fake.behaviour.submits) == before
 
 
-def test_a_stream_that_fails_ends_with_an_error(http: httpx.Client, fake: FakeController) -> None:
-    fake.behaviour.fail_after = 3
-    fake.behaviour.seconds_per_token = 0.02
+def test_a_stream_that_fails_ends_with_an_error(
+    router: RunningRouter, http: httpx.Client, fake: FakeController
+) -> None:
+    fake.behaviour.fail_after, fake.behaviour.fail_when = 3, router.has_begun
     *parts, last = lines(http)
     assert parts
     assert set(last) == {"error"}

@@ -214,11 +214,12 @@ def test_the_group_where_the_stream_was_to_go_on_dies(
 def test_the_group_where_the_stream_has_gone_on_dies(place: Path, tokenizer: Tokenizer) -> None:
     roles = ("prefill", "decode")
     with (
-        cluster(place, tokenizer, *roles, token_s=0.02) as (_, [prefill, decode], http),
+        cluster(place, tokenizer, *roles) as (_, [prefill, decode], http),
         ThreadPoolExecutor(1) as pool,
     ):
+        decode.behaviour.pause_after = 3
         answer = pool.submit(http.post, "/v1/completions", json=BODY)
-        wait_until(lambda: any(live.samples[0].sent > 2 for live in [*decode._live.values()]))
+        wait_until(lambda: decode.paused == 1)
         decode.stop()
         assert text_of(answer.result()) == ANSWER
         assert submits(prefill)[-1].max_tokens == 60, "not parted again"

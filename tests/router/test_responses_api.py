@@ -12,7 +12,7 @@ import pydantic
 import pytest
 from router.api_calls import BROKEN_CALL, CITY, TWO_CALLS, Say, last_prompt, named_events, say, without_repeats
 from router.fake_controller import FakeController, prompt_of
-from router.harness import ANSWER, running
+from router.harness import ANSWER, RunningRouter, running
 from router.model_folders import write_family
 
 from trunkline.router.text.tokenizer import Tokenizer
@@ -178,8 +178,10 @@ def test_an_answer_that_is_cut_off(http: httpx.Client, client: openai.OpenAI, sa
     assert ([item.type for item in empty.output], empty.output_text) == (["message"], "")
 
 
-def test_a_failure_on_the_way(http: httpx.Client, client: openai.OpenAI, fake: FakeController) -> None:
-    fake.behaviour.fail_after, fake.behaviour.seconds_per_token = 3, 0.05
+def test_a_failure_on_the_way(
+    router: RunningRouter, http: httpx.Client, client: openai.OpenAI, fake: FakeController
+) -> None:
+    fake.behaviour.fail_after, fake.behaviour.fail_when = 3, router.has_begun
     events = events_of(http, input="Hi")
     last = events[-1]
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")

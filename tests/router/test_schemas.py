@@ -311,13 +311,15 @@ def test_pins_end_though_the_router_stops_meanwhile(
             done = await tend()
             if done.deleted:
                 expired.set()
-                await asyncio.sleep(1.0)
+                while not router._server.should_exit:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.5)
             return done
 
         monkeypatch.setattr(records, "tend", slowly)
         record = router.call(records.get(key)).record
         router.call(records.put(key, record.version, Change(record.header, 0.01, record.head)))
-        assert expired.wait(20)
+        assert expired.wait(60)
         assert fake.behaviour.modules.pins
         router.stop()
         wait_until(lambda: not fake.behaviour.modules.pins)

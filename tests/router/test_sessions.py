@@ -29,9 +29,10 @@ from router.harness import (
 from router.session_calls import chat, create, error_of, get, is_free, key_of, reading_of
 
 from trunkline.kvstore.records import Change, StoreAwayError
+from trunkline.kvstore.records.sqlite_store import SqliteRecords
 from trunkline.router.api import session_routes, turn
 from trunkline.router.messages import FinishReason, Started
-from trunkline.router.stores import session_lease, session_store
+from trunkline.router.stores import session_lease
 from trunkline.router.stores.session_state import SessionState, pack_header
 from trunkline.router.text.tokenizer import Tokenizer
 
@@ -191,22 +192,29 @@ def test_busy(http: httpx.Client, fake: FakeController, monkeypatch: pytest.Monk
 def test_a_lease_is_renewed_while_an_answer_is_made(
     router: RunningRouter, http: httpx.Client, fake: FakeController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (session_lease, session_store):
-        monkeypatch.setattr(module, "LEASE_SECONDS", 0.6)
+    """The clock of the store goes on by a lease and a half, each time by less than one."""
+    now = [1e9]
+    store = SqliteRecords(":memory:", clock=lambda: now[0], steady=lambda: now[0])
     renewed: list[bool] = []
-    renew = router.service.records.renew
 
     async def counted(*asked: Any) -> bool:
-        renewed.append(await renew(*asked))
+        renewed.append(await store.renew(*asked))
         return renewed[-1]
 
-    monkeypatch.setattr(router.service.records, "renew", counted)
-    session = create(http)["id"]
-    with held_request(fake, lambda: chat(http, session)):
-        wait_until(lambda: len(renewed) > 4)
-        assert error_of(chat(http, session))[1] == "session_busy"
-    assert all(renewed)
-    assert get(http, session)["turns"] == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(session_lease, "_RENEWALS", 100)
+        patch.setattr(router.service.records, "_store", store)
+        patch.setattr(router.service.records, "renew", counted)
+        session = create(http)["id"]
+        with held_request(fake, lambda: chat(http, session)):
+            for _ in range(2):
+                now[0] += 0.75 * session_lease.LEASE_SECONDS
+                seen = len(renewed)
+                wait_until(lambda seen=seen: len(renewed) > seen + 1)  # type: ignore[misc]
+            assert error_of(chat(http, session))[1] == "session_busy"
+        assert all(renewed)
+        assert get(http, session)["turns"] == 1
+    router.call(store.close())
 
 
 def test_what_cannot_be_stored_is_an_error(

@@ -242,7 +242,7 @@ def test_an_answer_does_not_go_on_with_other_weights(place: Path, tokenizer: Tok
     with ExitStack() as stack:
         cluster = Cluster(place, tokenizer, stack)
         first = cluster.add("a", "11" * 16)
-        first.behaviour.seconds_per_token = 0.1
+        first.behaviour.pause_after = 6
         wait_until(lambda: cluster.problems() == {"a": ""})
         cluster.add("n", weights)
         wait_until(lambda: len(cluster.problems()) == 2)
@@ -256,7 +256,8 @@ def test_an_answer_does_not_go_on_with_other_weights(place: Path, tokenizer: Tok
         with http.stream("POST", "/v1/chat/completions", json=body) as response:
             for line in response.iter_lines():
                 lines.append(line)
-                if first.running and '"content"' in line and len(lines) > 6:
+                if first.running and '"content"' in line:
+                    wait_until(lambda: first.paused == 1)  # in the middle of the answer
                     first.behaviour.status, second.refuse = "draining", None
                     wait_until(lambda: cluster.problems()["n"] == "")
                     first.stop()

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from router.fake_controller import FakeController
-from router.harness import ADMIN, DEMO_MODEL, JSON, MESSAGES, RunningRouter, running, wait_until
+from router.harness import ADMIN, DEMO_MODEL, JSON, MESSAGES, RunningRouter, asking, running, wait_until
 
 from trunkline.kvstore.records import Reading, RecordKey
 from trunkline.router.messages import TierState, TreeDescription
@@ -188,23 +188,16 @@ def test_history(admin: httpx.Client) -> None:
     assert get(admin, "history?after=99999999999") | {"now": 0} == {"t": [], "series": {}, "now": 0}
 
 
-def give_up(client: httpx.Client, body: dict[str, Any]) -> None:
-    """A client that leaves before its request is admitted."""
-    with pytest.raises(httpx.ReadTimeout):
-        client.post("/v1/chat/completions", json=body, timeout=httpx.Timeout(20.0, read=2.0))
-
-
-def test_requests_that_wait(admin: httpx.Client, fake: FakeController) -> None:
+def test_requests_that_wait(admin: httpx.Client, router: RunningRouter, fake: FakeController) -> None:
+    """Their clients leave before they are admitted."""
     assert get(admin, "requests") == []
     fake.behaviour.queue = True
     body = {"messages": MESSAGES, "max_tokens": 5, "session_id": "label"}
-    with ThreadPoolExecutor(2) as pool:
-        leaving = [pool.submit(give_up, admin, body) for _ in range(2)]
+    path = "/v1/chat/completions"
+    with asking(router, path, body), asking(router, path, body):
         wait_until(lambda: len(get(admin, "requests")) == 2)
         found = get(admin, "requests")
         decisions = get(admin, "decisions")["decisions"][-2:]
-        for each in leaving:
-            each.result()
     assert {each["state"] for each in found} == {"waiting"}
     assert {(each["group"], each["session"], each["max_tokens"]) for each in found} == {(0, "label", 5)}
     assert all(each["age_s"] >= 0 and each["ttft_s"] is None for each in found)
