@@ -213,8 +213,14 @@ def test_what_a_rank_gave_before_it_left_still_counts(path: Path) -> None:
 def test_closing_ends_a_wait_of_the_same_rank(path: Path) -> None:
     waiting = threading.Event()
 
+    def close_when_it_waits(group: SharedGroup, thread: int) -> None:
+        while sys._current_frames()[thread].f_code is not SharedGroup.all_reduce.__code__:
+            time.sleep(0.01)
+        time.sleep(0.1)  # from its last line in Python into the wait
+        group.close()
+
     def waits(group: SharedGroup) -> None:
-        threading.Timer(0.1, group.close).start()
+        threading.Thread(target=close_when_it_waits, args=(group, threading.get_ident())).start()
         group.all_reduce(torch.ones(2))
 
     def stays(group: SharedGroup) -> None:

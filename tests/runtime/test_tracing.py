@@ -226,7 +226,7 @@ def test_a_collector_that_takes_nothing_costs_spans_only(
 
 def test_a_collector_that_hangs_costs_spans_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes connections and never answers. What comes meanwhile waits, up to a limit; then it is dropped."""
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "2")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "10")
     monkeypatch.setattr(tracing_export, "QUEUE_MAX", 100)
     monkeypatch.setattr(tracing_export, "EVERY_SECONDS", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as frozen:

@@ -12,13 +12,15 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from cluster.harness import Cluster
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, expect, sync_playwright
 
 CHROMIUM: Final = shutil.which("chromium")
 SYSTEM: Final = (
     "You are the help desk of a library for programmers. Answer briefly, name the module that is meant, and "
     "give an example of a call. If a function can raise an error, say which one, and do not speak of others."
 )
+PATIENCE_MS: Final = 60_000
+"""How long a page may take for what comes for certain: that is the machine's business."""
 KEEP_ANSWER: Final = """
 const real = window.fetch;
 window.fetch = async (...call) => {
@@ -108,6 +110,7 @@ def dashboard(served: Cluster) -> Iterator[Dashboard]:
     The browser lives for one file of tests. While it lives, Playwright runs an event loop in this thread, and
     other tests could not call `asyncio.run`.
     """
+    expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         dashboard = Dashboard(served, browser)
@@ -125,7 +128,7 @@ def make_page(dashboard: Dashboard) -> Iterator[Callable[..., Watched]]:
 
     def make(**options: Any) -> Watched:
         context = dashboard.browser.new_context(**{"reduced_motion": "reduce", **options})
-        context.set_default_timeout(8_000)
+        context.set_default_timeout(PATIENCE_MS)
         context.add_init_script(KEEP_ANSWER)
         watched = Watched(context.new_page(), dashboard)
         watched.page.on("console", watched.on_console)

@@ -208,11 +208,11 @@ def test_a_server_that_is_stopped_is_waited_for(lasting: RedisServer, monkeypatc
 
 
 def test_a_server_that_does_not_answer_is_away(lasting: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script_module, "_ANSWER_S", 0.1)
     monkeypatch.setattr(script_module, "_IDLE_S", 0.0)
 
     async def body(records: RedisRecords) -> None:
         await records.usage()
+        monkeypatch.setattr(script_module, "_ANSWER_S", 0.1)
         lasting.pause()
         try:
             with pytest.raises(StoreAwayError, match=rf"127\.0\.0\.1:{lasting.port} is away: it does not answer"):
