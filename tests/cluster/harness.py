@@ -132,15 +132,28 @@ class Cluster:
 
     def metric(self, name: str, **labels: str) -> int:
         """A `trunkline_…` value, summed over the samples that have these labels. Up to a second old."""
-        text = httpx.get(f"{self.url}/metrics", headers=self.admin_headers, timeout=30.0).text
-        text = "".join(line for line in text.splitlines(keepends=True) if line.startswith(f"trunkline_{name}"))
-        samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
-        chosen = [s for s in samples if s.name == f"trunkline_{name}" and labels.items() <= s.labels.items()]
-        return int(sum(s.value for s in chosen))
+        return _value_in(self._metrics(), name, labels)
 
     def gauge(self, name: str) -> int:
         """A `trunkline_controller_…` value, summed over controllers. Up to a second old."""
         return self.metric(f"controller_{name}")
+
+    def gauges(self, *names: str) -> list[int]:
+        """Several such values, all of one look."""
+        text = self._metrics()
+        return [_value_in(text, f"controller_{name}", {}) for name in names]
+
+    def _metrics(self) -> str:
+        return httpx.get(f"{self.url}/metrics", headers=self.admin_headers, timeout=30.0).text
+
+    def refresh(self) -> None:
+        """Wait for metrics that tell all that an idle cluster of one group has done before the call.
+
+        One token more changes them, so those that have changed are newer than the call.
+        """
+        before = self.gauge("output_tokens_total")
+        self.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
+        wait_for(lambda: self.gauge("output_tokens_total") > before, 10)
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """The JSON answer of a call that succeeds, an admin's."""
@@ -162,11 +175,15 @@ class Cluster:
 
     def blocks_in_use(self) -> int:
         """Device blocks that running requests hold."""
-        return self.gauge("blocks_total") - self.gauge("blocks_free") - self.gauge("blocks_cached")
+        total, free, cached = self.gauges("blocks_total", "blocks_free", "blocks_cached")
+        return total - free - cached
 
     def is_idle(self) -> bool:
         """Nothing runs and nothing is held."""
-        return self.gauge("requests_running") == 0 and self.blocks_in_use() == 0
+        running, total, free, cached = self.gauges(
+            "requests_running", "blocks_total", "blocks_free", "blocks_cached"
+        )
+        return running == 0 and total == free + cached
 
     def alive(self) -> list[str]:
         """Names of members whose process still exists."""
@@ -196,6 +213,14 @@ class Cluster:
             raise
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _value_in(text: str, name: str, labels: Mapping[str, str]) -> int:
+    """The sum of a metric's samples that have these labels."""
+    text = "".join(line for line in text.splitlines(keepends=True) if line.startswith(f"trunkline_{name}"))
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    chosen = [s for s in samples if s.name == f"trunkline_{name}" and labels.items() <= s.labels.items()]
+    return int(sum(s.value for s in chosen))
 
 
 def _exists(pid: int) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from cluster.chaos import frozen
 from cluster.harness import Cluster, wait_for
 
 from trunkline.deploy.supervisor.run_folder import remove_stale
@@ -79,37 +80,46 @@ def test_a_killed_process_is_noticed_and_ends_a_cluster_without_restarts(victim:
         assert list(cluster.temporary.iterdir()) == []
 
 
-def test_killed_workers_are_replaced_and_streams_go_on() -> None:
+@pytest.fixture(scope="module")
+def doomed() -> Iterator[Cluster]:
+    """A cluster whose parts die, the supervisor last."""
     with Cluster("--tp", "2") as cluster:
-        for victim in ("worker-0", "worker-1"):
-            with reading(cluster, 800) as reader:
-                os.kill(cluster.pids[victim], signal.SIGKILL)
-                reader.join(100)
-                assert reader.error is None
-                assert reader.finish_reason == "length"
-            assert f"{victim} was killed by SIGKILL" in cluster.log
-            assert cluster.health() == 200
-            wait_for(cluster.is_idle, 10)
+        yield cluster
 
 
-def test_children_die_with_a_killed_supervisor_and_the_next_start_cleans_up() -> None:
-    with Cluster("--tp", "2") as cluster:
-        os.kill(cluster.pids["supervisor"], signal.SIGKILL)
-        cluster.wait()
-        wait_for(lambda: cluster.alive() == [], NOTICED_SECONDS_MAX)
-        left = list(cluster.temporary.iterdir())
-        assert remove_stale(Path(cluster.temporary)) == left
+def test_killed_workers_are_replaced_and_streams_go_on(doomed: Cluster) -> None:
+    for victim in ("worker-0", "worker-1"):
+        with reading(doomed, 800) as reader:
+            os.kill(doomed.pids[victim], signal.SIGKILL)
+            reader.join(100)
+            assert reader.error is None
+            assert reader.finish_reason == "length"
+        assert f"{victim} was killed by SIGKILL" in doomed.log
+        assert doomed.health() == 200
+        wait_for(doomed.is_idle, 10)
+
+
+def test_children_die_with_a_killed_supervisor_and_the_next_start_cleans_up(doomed: Cluster) -> None:
+    os.kill(doomed.pids["supervisor"], signal.SIGKILL)
+    doomed.wait()
+    wait_for(lambda: doomed.alive() == [], NOTICED_SECONDS_MAX)
+    left = list(doomed.temporary.iterdir())
+    assert remove_stale(Path(doomed.temporary)) == left
 
 
 def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:
     with Cluster("--tp", "2", "--drain-seconds", "100") as cluster:
-        with reading(cluster, 400) as reader:  # seconds, in which all of this happens
+
+        def stop_meanwhile() -> None:
             cluster.process.send_signal(signal.SIGTERM)
             wait_for(lambda: cluster.health() != 200, NOTICED_SECONDS_MAX)
             with cluster.client() as client, pytest.raises(openai.InternalServerError) as refused:
                 client.completions.create(model="trunkline-demo", prompt="x", max_tokens=1)
             assert refused.value.status_code == 503
-            assert reader.is_alive()
+
+        with reading(cluster, 800) as reader:
+            frozen([cluster.pids["worker-0"]], stop_meanwhile)
+            assert reader.is_alive(), "it ended before its worker was frozen"
         assert reader.error is None
         assert reader.finish_reason == "length"
         assert cluster.wait() == 0

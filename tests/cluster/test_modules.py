@@ -7,7 +7,6 @@ The cluster has two ranks; what it says is compared with a plain prompt on a ser
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -33,9 +32,6 @@ from cluster.module_calls import (
 
 pytestmark = pytest.mark.processes
 
-METRICS_AGE_S = 1.2
-"""Metrics are up to a second old."""
-
 
 def encoded(cluster: Cluster) -> int:
     """Texts that were computed since the start."""
@@ -44,7 +40,7 @@ def encoded(cluster: Cluster) -> int:
 
 def encoded_till_now(cluster: Cluster) -> int:
     """As `encoded`, with all that an idle cluster has done before the call."""
-    time.sleep(METRICS_AGE_S)
+    cluster.refresh()
     return encoded(cluster)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from cluster.chaos import frozen
 from cluster.harness import Cluster, wait_for
 from otlp_collector import Collector, Seen
 from trace_stages import STAGES, is_whole, stages
@@ -144,9 +145,16 @@ def test_a_trace_goes_on_when_its_controller_is_killed(cluster: Cluster, collect
         events = (line for line in answer.iter_lines() if line.startswith("data: "))
         for _ in range(5):
             next(events)
-        after = [cluster.metric("routing_decisions_total", controller=str(index)) for index in (0, 1)]
-        [lost] = [index for index in (0, 1) if after[index] > before[index]]
-        os.kill(cluster.pids[f"controller-{lost}"], signal.SIGKILL)
+        workers = [pid for name, pid in cluster.pids.items() if name.startswith("worker")]
+        lost = -1
+
+        def kill() -> None:
+            nonlocal lost
+            after = [cluster.metric("routing_decisions_total", controller=str(index)) for index in (0, 1)]
+            [lost] = [index for index in (0, 1) if after[index] > before[index]]
+            os.kill(cluster.pids[f"controller-{lost}"], signal.SIGKILL)
+
+        frozen(workers, kill)  # so that the answer does not end before
         *_, last = events
     assert last == "data: [DONE]"
     wait_for(lambda: any(seen.name == "POST /v1/completions" for seen in collector.of(trace)), SECONDS_MAX)
