@@ -92,7 +92,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # libraries complain of what is left when the interpreter ends
-    tell(item.nodeid for item in session.items if item.get_closest_marker("processes") is not None)
+    items = (item for item in session.items if isinstance(item, pytest.Function))
+    tell(item for item in items if item.get_closest_marker("processes") is not None)
 
 
 def forbid(what: str) -> None:

@@ -1,8 +1,10 @@
 """Which of pytest-xdist's workers runs which tests, with `--dist loadfile`: files whole, and no idle cores.
 
 Tests that start processes wait much of their time, and mind how many others run. So two workers take them, file by
-file, for the tests of a file share clusters; those of `tests/cluster`, the longest, first. The third worker only
-computes, with less of the processor than they have. What it leaves of the tests that compute, the others end with.
+file, for the tests of a file share clusters; those of `tests/cluster`, the longest, first. Files that share one
+with other files (`tests/cluster/conftest.py`) go to the first worker while there are others for the second: each
+worker that takes one starts that cluster. The third worker only computes, with less of the processor than they
+have. What it leaves of the tests that compute, the others end with.
 
 Every worker collects all tests. On a clean checkout most of that is to compile them, with what pytest writes into
 their assertions, and all workers would compile the same file at the same time: so each begins elsewhere.
@@ -32,7 +34,11 @@ NICENESS: Final = 5
 TOLD: Final = "TRUNKLINE_TESTS_OF_PROCESSES"
 """The environment variable with the path of a file: workers collect the tests, the process above them does not."""
 CLUSTER: Final = "tests/cluster/"
+SHARED: Final = {"cluster", "plain"}
+"""The fixtures there that files share."""
 SIGN: Final = " with processes"
+SHARES: Final = " and clusters of others"
+"""How the line of a test ends, in that file, that needs one of these."""
 
 
 def prepare(config: pytest.Config) -> None:
@@ -61,7 +67,7 @@ def in_order(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: item.path)
 
 
-def tell(names: Iterable[str]) -> None:
+def tell(items: Iterable[pytest.Function]) -> None:
     """Say in a worker which tests start processes.
 
     The worker that computes stands back from now on, not before: the others wait until all have collected.
@@ -69,7 +75,8 @@ def tell(names: Iterable[str]) -> None:
     if WORKER == COMPUTES_ONLY:
         os.nice(NICENESS)
     if WORKER == FIRST and TOLD in os.environ:
-        Path(os.environ[TOLD]).write_text("\n".join(names), encoding="utf-8")
+        lines = (item.nodeid + (SHARES if SHARED & set(item.fixturenames) else "") for item in items)
+        Path(os.environ[TOLD]).write_text("\n".join(lines), encoding="utf-8")
 
 
 def turn(unit: str) -> int:
@@ -80,12 +87,24 @@ def turn(unit: str) -> int:
 
 
 class Spreading(LoadScopeScheduling):  # type: ignore[misc]
-    """Gives each worker the next file that it may have; of equal turns, the one with the most tests."""
+    """Gives each worker the next file that it may have. Of equal turns, the first worker gets one that shares a
+    cluster with others, and the second one that does not; of these, the one with the most tests."""
+
+    @functools.cached_property
+    def _told(self) -> list[str]:
+        """The lines about tests that start processes, once a worker has collected all."""
+        return Path(os.environ[TOLD]).read_text(encoding="utf-8").split("\n")
 
     @functools.cached_property
     def _processes(self) -> frozenset[str]:
-        """The tests that start processes, once a worker has collected all."""
-        return frozenset(Path(os.environ[TOLD]).read_text(encoding="utf-8").split("\n"))
+        """The tests that start processes."""
+        return frozenset(line.removesuffix(SHARES) for line in self._told)
+
+    @functools.cached_property
+    def _sharing(self) -> frozenset[str]:
+        """The files of which a test shares a cluster with other files."""
+        files = (line.split("::", 1)[0] + SIGN for line in self._told if line.endswith(SHARES))
+        return frozenset(file for file in files if file.startswith(CLUSTER))
 
     def _split_scope(self, nodeid: str) -> str:
         """Return what a worker gets as a whole: those tests of a file that start processes, or the others."""
@@ -97,5 +116,7 @@ class Spreading(LoadScopeScheduling):  # type: ignore[misc]
         if not own:
             node.shutdown()
             return
-        self.workqueue.move_to_end(min(own, key=turn), last=False)
+        is_first = node.gateway.id == FIRST
+        best = min(own, key=lambda unit: (turn(unit), (unit in self._sharing) != is_first))
+        self.workqueue.move_to_end(best, last=False)
         super()._assign_work_unit(node)
