@@ -192,16 +192,17 @@ def test_data_of_another_configuration_is_not_used(slab: Open, tmp_path: Path) -
         tier.close()
 
 
-def test_a_foreign_file_is_kept(slab: Open, tmp_path: Path) -> None:
-    """Somebody may have named the wrong file."""
-    precious = b"the only copy of my thesis\n" * 500
-    (tmp_path / "slab").write_bytes(precious)
-    with capture_logs() as logs:
-        tier = slab()
-    assert [entry["reason"] for entry in logs] == ["it is no slab"]
-    assert (tmp_path / "slab.foreign").read_bytes() == precious
-    fill(tier, range(2))
-    tier.close()
+def test_foreign_files_are_kept(slab: Open, tmp_path: Path) -> None:
+    """Somebody may have named the wrong file, and another one later."""
+    theses = {"slab.foreign": b"the only copy of my thesis\n" * 500, "slab.foreign-2": b"and of yours\n" * 500}
+    for thesis in theses.values():
+        (tmp_path / "slab").write_bytes(thesis)
+        with capture_logs() as logs:
+            tier = slab()
+        assert [entry["reason"] for entry in logs] == ["it is no slab"]
+        fill(tier, range(2))
+        tier.close()
+    assert {name: (tmp_path / name).read_bytes() for name in theses} == theses
     assert found(slab(), key(1))
 
 

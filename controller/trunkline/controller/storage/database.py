@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple
 
 import structlog
 
+from trunkline.kvstore.asides import unused_name
 from trunkline.kvstore.salvage import UNREADABLE, Table, readable_rows, save_rows
 
 COMMIT_S: Final = 0.05
@@ -212,11 +213,10 @@ class Database:
 
     def _note(self, problem: str) -> None:
         """Log when commits begin to fail, and when they work again."""
-        with suppress(OSError):  # the log may be on the same disk
-            if problem and not self.problem:
-                log.warning("a file cannot be written", holds=self.form.title, path=str(self.path), error=problem)
-            elif self.problem and not problem:
-                log.info("a file can be written again", holds=self.form.title, path=str(self.path))
+        if problem and not self.problem:
+            log.warning("a file cannot be written", holds=self.form.title, path=str(self.path), error=problem)
+        elif self.problem and not problem:
+            log.info("a file can be written again", holds=self.form.title, path=str(self.path))
 
     def _open(self, fingerprint: bytes) -> sqlite3.Connection:
         salvaged = Path(f"{self.path}.salvaged")
@@ -361,10 +361,7 @@ def _check(connection: sqlite3.Connection, fingerprint: bytes, form: Form) -> No
 
 def _moved_aside(path: Path, ending: str) -> Path:
     """Rename a file and its log to a name that no file has yet; return the new name."""
-    number, aside = 1, Path(f"{path}.{ending}")
-    while aside.exists():
-        number += 1
-        aside = Path(f"{path}.{ending}-{number}")
+    aside = unused_name(path, ending)
     for part in ("-wal", ""):  # the file last: without it, its log is worth nothing
         if Path(f"{path}{part}").exists():
             os.replace(f"{path}{part}", f"{aside}{part}")

@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from trunkline.kvstore.asides import unused_name
 from trunkline.kvstore.records.sqlite_tables import create_tables, digest_of
 from trunkline.kvstore.records.store import RECORD_BYTES, SEGMENT_BYTES, Record, RecordKey, segment_name
 from trunkline.kvstore.salvage import Row, Table, save_rows
@@ -86,10 +87,7 @@ def _salvage(damaged: Path, into: Path) -> Found:
 
 def put_aside(path: Path) -> Path:
     """Rename a file and its log to a name that no file has yet; return the new name."""
-    number, aside = 1, Path(f"{path}.damaged")
-    while aside.exists():
-        number += 1
-        aside = Path(f"{path}.damaged-{number}")
+    aside = unused_name(path, "damaged")
     for part in ("-wal", ""):  # the file last: without it, its log is worth nothing
         if Path(f"{path}{part}").exists():
             os.replace(f"{path}{part}", f"{aside}{part}")

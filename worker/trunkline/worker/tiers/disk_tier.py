@@ -27,6 +27,7 @@ import numpy as np
 import structlog
 import xxhash
 
+from trunkline.kvstore.asides import unused_name
 from trunkline.kvstore.chunks import NAME_BYTES
 from trunkline.kvstore.tier import SlotKey, TierKind
 
@@ -157,8 +158,7 @@ class DiskTier:
         if problem:
             log.warning("disk tier begins anew", path=str(self._path), reason=problem)
             if header[: len(_MAGIC)] != _MAGIC:
-                aside = self._path.with_name(self._path.name + ".foreign")
-                self._path.rename(aside)
+                self._path.rename(unused_name(self._path, "foreign"))
                 replacement = _open_locked(self._path)
                 os.close(self._file)
                 self._file = replacement
