@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from contextvars import ContextVar
 
 import pytest
@@ -64,6 +66,24 @@ def test_people_get_text(capsys: Capture) -> None:
     assert "here" in line
     assert "request_id" in line
     assert not line.startswith("{")
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_a_full_disk_ends_nothing(log_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = open("/dev/full", "w")  # noqa: SIM115 (closing it fails, too)
+    monkeypatch.setattr(sys, "stderr", full)
+    configure_logging("worker", "info", log_format)
+    log = structlog.get_logger()
+    try:
+        for write in (log.info, log.warning, log.error, log.critical):
+            write("lost", of="x" * 10_000)
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError:
+            log.exception("lost, too")
+    finally:
+        with suppress(OSError):
+            full.close()
 
 
 def test_rare_lines_are_counted() -> None:

@@ -16,8 +16,9 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import setproctitle
 import structlog
@@ -75,7 +76,8 @@ def configure_logging(
     context: Callable[[], Mapping[str, Any]] = dict,
     **fields: Any,
 ) -> None:
-    """Log structured lines on stderr, each with the role and the `fields` of this process (`group`, `rank`).
+    """Log structured lines on stderr, each with the role and the `fields` of this process (`group`, `rank`). A line
+    that cannot be written, because the disk is full or the reader of a pipe is gone, is lost; nothing is raised.
 
     Args:
         log_format: "json", "text" (for people), or "auto": text on a terminal, JSON elsewhere.
@@ -103,8 +105,22 @@ def configure_logging(
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=partial(_LossyLogger, sys.stderr),
     )
+
+
+class _LossyLogger:
+    """Writes lines to a stream, and drops those that it does not take: a full disk must not end the thread that has
+    something to say."""
+
+    def __init__(self, stream: TextIO, *_: object) -> None:
+        self._lines = structlog.PrintLogger(stream)
+
+    def msg(self, line: str) -> None:
+        with suppress(OSError):
+            self._lines.msg(line)
+
+    debug = info = warning = error = critical = msg
 
 
 def is_for_people() -> bool:

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -267,11 +266,10 @@ class SqliteThread:
 
     def _note(self, problem: str) -> None:
         """Log when the file cannot be written any more, and when it can again."""
-        with suppress(OSError):  # the log may be on the same disk
-            if problem and not self._problem:
-                log.warning("records cannot be written", path=str(Path(self._path)), error=problem)
-            elif self._problem and not problem:
-                log.info("records can be written again", path=str(Path(self._path)))
+        if problem and not self._problem:
+            log.warning("records cannot be written", path=self._path, error=problem)
+        elif self._problem and not problem:
+            log.info("records can be written again", path=self._path)
         self._problem = problem
 
 
