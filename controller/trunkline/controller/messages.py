@@ -293,7 +293,7 @@ class OffersCall(msgspec.Struct, array_like=True, frozen=True, tag="offers"):
     """"live": what was used last comes first, for a group that leaves; "hot": what was used most comes first, for
     a group that is new."""
     page: int = 0
-    """Page of the list, from 0 on. The list is made for page 0, and forgotten after a minute."""
+    """Page of the list, from 0 on. The list is made for page 0, and forgotten a minute after the last question."""
 
 
 class Handed(msgspec.Struct, array_like=True, frozen=True, tag="handed"):

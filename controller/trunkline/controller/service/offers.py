@@ -45,7 +45,8 @@ HOT_USES: Final = 2
 UNITS_PER_TURN: Final = 100
 """Number of units of work per turn of the loop. A unit takes a few microseconds."""
 LIST_SECONDS: Final = 60.0
-"""Time in seconds after which a list is forgotten if no page of it was asked for."""
+"""Time in seconds after which a list is forgotten if no page of it was asked for: a router asks for the next one when
+other groups have nearly fetched what it knows, and what it does not get it does not hand over."""
 LISTS_MAX: Final = 16
 """Largest number of lists that are kept."""
 ASKED_MAX: Final = 64
@@ -64,7 +65,9 @@ class OfferList:
             now: time of `Node.last_use`, in seconds.
         """
         self.tree = tree
-        self.made_at = now
+        self.asked_at = now
+        """Time at which a page was last asked for."""
+        self._made_at = now
         self._rank = {LIVE: self._live_rank, HOT: self._hot_rank}.get(kind)
         self._paths_max = paths_max
         self._ends: list[Chunk] = []
@@ -153,7 +156,7 @@ class OfferList:
                 if chunk.name != chunk_name(parent.name, root.name + chunk.key):
                     moved = index
         names = b"".join([chunk.name for chunk in chunks[:moved]])
-        age = 0.0 if end.active else max(0.0, self.made_at - end.last_use)
+        age = 0.0 if end.active else max(0.0, self._made_at - end.last_use)
         return OfferedPath(root.key, b"".join([chunk.key for chunk in chunks]), end.uses, age, names)
 
 
@@ -183,7 +186,7 @@ class Offering:
             return []
         tree = None if engine is None else engine.scheduler.kv.tree
         for key, found in list(self._lists.items()):
-            if found.tree is not tree or now - found.made_at > LIST_SECONDS:
+            if found.tree is not tree or now - found.asked_at > LIST_SECONDS:
                 del self._lists[key]  # new workers have a new tree
         router, call = self._asked[0]
         key = router, call.kind
@@ -192,8 +195,10 @@ class Offering:
             wanted = self._lists[key] = OfferList(tree, call.kind, now)
             if len(self._lists) > LISTS_MAX:
                 self._lists.popitem(last=False)
-        if wanted is not None and not wanted.advance(UNITS_PER_TURN):
-            return []
+        if wanted is not None:
+            wanted.asked_at = now
+            if not wanted.advance(UNITS_PER_TURN):
+                return []
         self._asked.popleft()
         answer = Offers(0, call.ticket, [], more=False) if wanted is None else wanted.page(call.page, call.ticket)
         return [(router, answer)]
