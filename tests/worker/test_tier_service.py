@@ -239,6 +239,17 @@ def test_failures_are_answered(bench: MakeBench, monkeypatch: pytest.MonkeyPatch
         one.move((TierKind.DISK, True, 9999, 0))
 
 
+def test_probes_are_answered_whatever_a_store_does(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = bench(remote_url="redis://127.0.0.1:1/0")
+
+    def explode(*_: object) -> None:
+        raise ValueError("surprise")
+
+    monkeypatch.setattr("trunkline.worker.tiers.redis_store.RedisStore.count", explode)
+    probed = one.probe(1)
+    assert (probed.present, probed.detail) == (-1, "ValueError: surprise")
+
+
 @pytest.mark.processes
 def test_probes_count_the_first_chunks(bench: MakeBench, redis_server: RedisServer) -> None:
     one = bench(remote_url=redis_server.url)

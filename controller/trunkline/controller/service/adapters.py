@@ -113,8 +113,10 @@ class Adapters:
             was_so = True
         elif known is not None:
             problem = f"adapter {call.name!r} is loaded from {known.path}; unload it first"
-        elif not 0 < len(call.name) <= NAME_CHARACTERS_MAX or len(call.path) > _PATH_CHARACTERS_MAX:
+        elif not 0 < len(call.name) <= NAME_CHARACTERS_MAX:
             problem = f"an adapter's name has 1 to {NAME_CHARACTERS_MAX} characters"
+        elif len(call.path) > _PATH_CHARACTERS_MAX:
+            problem = f"an adapter's path has at most {_PATH_CHARACTERS_MAX} characters"
         elif len(self._by_name) >= ADAPTERS_MAX:
             problem = f"{ADAPTERS_MAX} adapters are loaded, which is the largest number; unload one first"
         elif not self._has_workers:

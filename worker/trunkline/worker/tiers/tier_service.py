@@ -169,6 +169,9 @@ class TierService:
                 present = shared.present(names)
             except OSError as error:
                 detail = str(error)
+            except Exception as error:  # whatever a store does: requests wait for the answer
+                log.error("a probe failed", error=str(error), exc_info=True)
+                detail = f"{type(error).__name__}: {error}"
             self._report(Probed(self._rank, self._epoch, message.id, present, detail))
 
         served.queue.put(ask, is_write=False)
