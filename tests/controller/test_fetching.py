@@ -8,7 +8,7 @@ from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.messages import Submit
 from trunkline.controller.sequences.sequence import Request, SequenceGroup
 from trunkline.controller.tiers.costs import StepCosts
-from trunkline.controller.tiers.prefetch import (
+from trunkline.controller.tiers.fetching import (
     PATIENCE_FACTOR,
     PATIENCE_LEAST_S,
     PATIENCE_SHARE,

@@ -20,7 +20,7 @@ from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import Holder, Prefetch, Submit
 from trunkline.controller.service.status import state_of
 from trunkline.controller.tiers import holders
-from trunkline.controller.tiers.prefetch import FIRST_PULL_S, PATIENCE_LEAST_S
+from trunkline.controller.tiers.fetching import FIRST_PULL_S, PATIENCE_LEAST_S
 from trunkline.kvstore import peers
 from trunkline.kvstore.chunks import NAME_BYTES, pack_int32
 from trunkline.kvstore.tier import TierKind

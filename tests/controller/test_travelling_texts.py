@@ -20,7 +20,7 @@ from trunkline.controller.engine.validation import problem_of_prefetch, request_
 from trunkline.controller.messages import Holder, ModuleText, Prefetch
 from trunkline.controller.service.offers import LIVE, OfferList
 from trunkline.controller.tiers import holders
-from trunkline.controller.tiers.prefetch import FIRST_PULL_S
+from trunkline.controller.tiers.fetching import FIRST_PULL_S
 from trunkline.kvstore import peers
 from trunkline.kvstore.chunks import blocks_for
 from trunkline.kvstore.tier import TierKind

@@ -20,7 +20,7 @@ from trunkline.controller.scheduling.fair_queue import FairQueue
 from trunkline.controller.sequences.decode_rows import Int64Array
 from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import CacheReport, Phase, Sequence, SequenceGroup
-from trunkline.controller.tiers.prefetch import Fetching
+from trunkline.controller.tiers.fetching import Fetching
 from trunkline.kvstore.chunks import chunk_name
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import MissReason, Started

@@ -15,7 +15,7 @@ from trunkline.controller.scheduling.module_jobs import ModuleJobs, Wish
 from trunkline.controller.sequences.module_prompt import CachedText
 from trunkline.controller.sequences.sequence import Sequence as TokenSequence
 from trunkline.controller.sequences.sequence import SequenceGroup
-from trunkline.controller.tiers.prefetch import Fetching
+from trunkline.controller.tiers.fetching import Fetching
 from trunkline.kvstore.chunks import ChunkName, blocks_for, pack_int32
 from trunkline.kvstore.module_names import RelocationRule
 from trunkline.router.messages import ModulesReply

@@ -24,7 +24,7 @@ from trunkline.controller.messages import Submit
 from trunkline.controller.scheduling.fair_queue import FairQueue
 from trunkline.controller.sequences.module_prompt import CachedText, ModulePrompt
 from trunkline.controller.sequences.sequence import Request, SequenceGroup
-from trunkline.controller.tiers.prefetch import Fetching
+from trunkline.controller.tiers.fetching import Fetching
 from trunkline.kvstore.chunks import ChunkName
 from trunkline.router.messages import MissReason
 from trunkline.worker.messages import Sampling

@@ -44,7 +44,7 @@ from trunkline.controller.sequences.decode_rows import NO_ROWS, DecodeRows
 from trunkline.controller.sequences.plan_builder import PendingChanges, PlanBuilder
 from trunkline.controller.sequences.sequence import Phase, Sequence, SequenceGroup
 from trunkline.controller.tiers.costs import Preloads, StepCosts, load_entries, prefill_budget, swaps
-from trunkline.controller.tiers.prefetch import Fetching
+from trunkline.controller.tiers.fetching import Fetching
 from trunkline.controller.totals import Totals
 
 MATCHED_TOKENS_MAX: Final = 1 << 19
