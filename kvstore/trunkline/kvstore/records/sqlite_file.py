@@ -19,7 +19,8 @@ from typing import Final
 import structlog
 
 from trunkline.kvstore.records.sqlite_salvage import is_damage, put_aside, salvage
-from trunkline.kvstore.records.sqlite_tables import APPLICATION_ID, VERSION, DamagedError, create_tables
+from trunkline.kvstore.records.sqlite_segments import DamagedError
+from trunkline.kvstore.records.sqlite_tables import APPLICATION_ID, VERSION, create_tables
 from trunkline.kvstore.salvage import UNREADABLE
 
 MEMORY: Final = ":memory:"

@@ -1,31 +1,27 @@
 """The operations of a record store on SQLite tables. The caller has begun a transaction and ends it.
 
-    records                        segments (never change)               counts
-      kind, owner, id  (unique)      number                                segment, count
-      version, header                name  (unique)                        only where the count is not one
-      head ────────────────────►     parent ──► number of another one
-      used, ttl                      content
+    records                        segments (`sqlite_segments.py`)
+      kind, owner, id  (unique)      number
+      version, header                name, parent, content
+      head ────────────────────►
+      used, ttl
 
-Segments are facts: their rows are written once. How many records and segments need a segment is written only where
-it is not one, because one is what nearly all have; so a turn of a conversation writes one new row and changes that
-of its record. A segment that nothing needs has the count zero until it is removed.
+Two more tables have the leases of records, and what the records of each owner take.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sqlite3
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
+from trunkline.kvstore.records.sqlite_segments import DamagedError, SegmentTable
 from trunkline.kvstore.records.store import (
     LEASE_S_MAX,
     PAGE_MAX,
     PASSING_KIND,
     RECORD_BYTES,
-    SEGMENT_BYTES,
-    BaseMissingError,
     BusyError,
     Change,
     ConflictError,
@@ -35,18 +31,13 @@ from trunkline.kvstore.records.store import (
     Reading,
     Record,
     RecordKey,
-    Segment,
     Tended,
     Usage,
-    chain_of,
-    segment_name,
 )
 
 USE_S_MAX: Final = 60.0
 """A later use is written when it is so many seconds after the one that is written, or `ttl / USE_PARTS`."""
 USE_PARTS: Final = 16
-REMOVALS_MAX: Final = 256
-"""Segments that one operation removes; what remains is left to `tend`."""
 DELETIONS_MAX: Final = 64
 """Records that one call of `tend` deletes for each reason."""
 
@@ -83,11 +74,6 @@ _KINDS: Final = """
 WITH RECURSIVE k (kind) AS (SELECT min(kind) FROM records UNION ALL
     SELECT (SELECT min(kind) FROM records WHERE kind > k.kind) FROM k WHERE k.kind IS NOT NULL)
 SELECT kind FROM k WHERE EXISTS (SELECT 1 FROM records r WHERE r.kind = k.kind AND r.owner = ?)"""
-_CHAIN: Final = """
-WITH RECURSIVE chain (number, name, parent) AS (
-    SELECT number, name, parent FROM segments WHERE number = ?
-    UNION ALL SELECT s.number, s.name, s.parent FROM chain JOIN segments s ON s.number = chain.parent)
-SELECT number, name, parent FROM chain"""
 _FREE: Final = "NOT EXISTS (SELECT 1 FROM leases l WHERE l.record = r.number AND l.boot = ? AND l.until > ?)"
 _OVERDUE: Final = f"""
 SELECT {_COLUMNS}, length(r.header) FROM records r LEFT JOIN segments s ON s.number = r.head
@@ -99,12 +85,6 @@ WHERE {_FREE} ORDER BY r.{_PASSES_LAST}, r.used LIMIT ?"""
 
 class NeedsWriteError(Exception):
     """The operation turned out to write; it has to be repeated in a transaction that may."""
-
-
-class DamagedError(sqlite3.DatabaseError):
-    """What is read contradicts itself."""
-
-    sqlite_errorcode = sqlite3.SQLITE_CORRUPT
 
 
 class Clocks(NamedTuple):
@@ -133,6 +113,7 @@ class RecordTables:
     def __init__(self, connection: sqlite3.Connection, clocks: Clocks, bytes_max: int) -> None:
         """`bytes_max`: see `open_records`."""
         self.connection = connection
+        self._segments = SegmentTable(connection)
         self._clocks = clocks
         self._bytes_max = bytes_max
         self.may_write = True
@@ -146,10 +127,10 @@ class RecordTables:
         """See `RecordStore.create`."""
         if self._find(key) is not None:
             raise ExistsError(f"{key.kind} {key.id!r} exists")
-        base = self._base(key.owner, change)
+        base = self._segments.base(key.owner, change)
         if owner_bytes_max and (used := self.usage(key.owner).bytes) >= owner_bytes_max:
             raise QuotaError(used, owner_bytes_max)
-        head, name, grown = self._extend(key.owner, change, base, None)
+        head, name, grown = self._segments.extend(key.owner, change, base, None)
         now = self._clocks.wall()
         record = Record(key, 1, change.header, name, now, now, float(change.ttl))
         self.connection.execute(
@@ -194,8 +175,8 @@ class RecordTables:
         self._check_lease(row, lease)
         if row.record.version != version:
             raise ConflictError(row.record.version)
-        base = self._base(key.owner, change)
-        head, name, grown = self._extend(key.owner, change, base, row.head)
+        base = self._segments.base(key.owner, change)
+        head, name, grown = self._segments.extend(key.owner, change, base, row.head)
         now, before = self._clocks.wall(), row.record
         used = before.used if change.ttl == before.ttl and _is_fresh(before, now) else now
         record = Record(key, version + 1, change.header, name, before.created, float(used), float(change.ttl))
@@ -247,7 +228,7 @@ class RecordTables:
     def tend(self) -> Tended:
         """See `RecordStore.tend`."""
         overdue = self._overdue()
-        unneeded = self._unneeded()
+        unneeded = self._segments.unneeded()
         too_many = self.usage(None).bytes - self._bytes_max if self._bytes_max else 0
         steady = self._clocks.steady()
         ended = "FROM leases WHERE boot <> ? OR until <= ?", (self._clocks.boot, steady)
@@ -260,7 +241,7 @@ class RecordTables:
         for row in overdue:
             self._delete(row)
         for segment, owner in unneeded:
-            self._account(owner, 0, -self._remove(segment))
+            self._account(owner, 0, -self._segments.remove(segment))
         if overdue or unneeded:  # what they leave decides whether others have to go
             return Tended([row.record.key for row in overdue], is_done=False)
         deleted = []
@@ -286,10 +267,6 @@ class RecordTables:
         free = self._clocks.boot, self._clocks.steady()
         rows = self.connection.execute(query, (*values, *free, DELETIONS_MAX)).fetchall()
         return [_Row(row[0], row[5], row[10], _row((*row[:10], None, None)).record) for row in rows]
-
-    def _unneeded(self) -> list[tuple[int, str]]:
-        query = "SELECT segment, owner FROM counts JOIN segments ON number = segment WHERE count = 0 LIMIT 4"
-        return self.connection.execute(query).fetchall()
 
     def _find(self, key: RecordKey) -> _Row | None:
         row = self.connection.execute(_FIND, key).fetchone()
@@ -317,25 +294,7 @@ class RecordTables:
         owner_bytes = self.usage(record.key.owner).bytes
         if row.head is None or record.head in (reader_has := frozenset(known)):
             return Reading(record, record.head, [], owner_bytes)
-        chain: list[tuple[int, bytes]] = []
-        after = b""
-        parent: int | None = row.head
-        for number, name, parent in self.connection.execute(_CHAIN, (row.head,)):
-            if name in reader_has:
-                after, parent = name, None
-                break
-            chain.append((number, name))
-        if parent is not None:
-            raise DamagedError(f"segment {parent} is missing")
-        query = "SELECT content FROM segments WHERE number = ?"
-        segments: list[Segment] = []
-        before = after
-        for number, name in reversed(chain):
-            content = self.connection.execute(query, (number,)).fetchone()[0]
-            if name != segment_name(record.key.owner, before, content):
-                raise DamagedError(f"segment {number} is damaged")
-            segments.append(Segment(name, content))
-            before = name
+        after, segments = self._segments.end_of_chain(record.key.owner, row.head, reader_has)
         return Reading(record, after, segments, owner_bytes)
 
     def _lease_of(self, number: int) -> tuple[str, float] | None:
@@ -354,105 +313,11 @@ class RecordTables:
         lease = (number, token, self._clocks.boot, self._clocks.steady() + min(seconds, LEASE_S_MAX))
         self.connection.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)", lease)
 
-    def _segment(self, owner: str, name: bytes) -> int | None:
-        query = "SELECT number FROM segments WHERE name = ? AND owner = ?"
-        row = self.connection.execute(query, (name, owner)).fetchone()
-        return row[0] if row is not None else None
-
-    def _base(self, owner: str, change: Change) -> int | None:
-        number = self._segment(owner, change.base) if change.base else None
-        if change.base and (number is None or not self._count(number)):
-            raise BaseMissingError(f"segment {change.base.hex()} does not exist")
-        return number
-
-    def _extend(
-        self, owner: str, change: Change, base: int | None, old: int | None
-    ) -> tuple[int | None, bytes, int]:
-        """Add a change's segments, and count that a record has the last one instead of `old` as its head.
-
-        Returns:
-            The head's number and name, and by how many bytes the owner's segments have grown.
-        """
-        moved: Counter[int] = Counter()
-        head, name, grown, is_new = base, change.base, 0, False
-        for segment in chain_of(owner, change):
-            known = None if is_new else self._segment(owner, segment.name)
-            if known is None:
-                if head is not None and not is_new:
-                    moved[head] += 1
-                head, is_new = self._add(owner, segment, head), True  # counted once, by its child or as the head
-                grown += SEGMENT_BYTES + len(segment.content)
-            else:
-                head = known
-            name = segment.name
-        if head is not None and not is_new:
-            moved[head] += 1
-        if old is not None:
-            moved[old] -= 1
-        for number, by in moved.items():
-            if by > 0:
-                self._set_count(number, self._count(number) + by)
-        freed = sum(self._let_go(number) for number, by in moved.items() if by < 0)
-        return head, name, grown - freed
-
-    def _add(self, owner: str, segment: Segment, parent: int | None) -> int:
-        added = self.connection.execute(
-            "INSERT INTO segments (owner, name, parent, content) VALUES (?, ?, ?, ?)",
-            (owner, segment.name, parent, segment.content),
-        )
-        assert added.lastrowid is not None
-        return added.lastrowid
-
-    def _count(self, number: int) -> int:
-        row = self.connection.execute("SELECT count FROM counts WHERE segment = ?", (number,)).fetchone()
-        return int(row[0]) if row is not None else 1
-
-    def _set_count(self, number: int, count: int) -> None:
-        if count == 1:
-            self.connection.execute("DELETE FROM counts WHERE segment = ?", (number,))
-        else:
-            self.connection.execute("INSERT OR REPLACE INTO counts VALUES (?, ?)", (number, count))
-
-    def _let_go(self, number: int) -> int:
-        """Count that a segment is needed once less; if nothing needs it, remove it.
-
-        Returns:
-            The bytes of the segments that were removed.
-        """
-        count = self._count(number) - 1
-        self._set_count(number, count)
-        return self._remove(number) if not count else 0
-
-    def _remove(self, number: int | None) -> int:
-        """Remove a segment whose count is zero and up to `REMOVALS_MAX` before it that nothing else needs.
-
-        Returns:
-            The bytes of the segments that were removed.
-        """
-        freed = 0
-        for _ in range(REMOVALS_MAX):
-            query = "SELECT parent, length(content) FROM segments WHERE number = ?"
-            row = self.connection.execute(query, (number,)).fetchone()
-            if row is None:
-                raise DamagedError(f"segment {number} is missing")
-            parent, size = row
-            self.connection.execute("DELETE FROM segments WHERE number = ?", (number,))
-            self.connection.execute("DELETE FROM counts WHERE segment = ?", (number,))
-            freed += SEGMENT_BYTES + size
-            if parent is None:
-                break
-            count = self._count(parent) - 1
-            self._set_count(parent, count)
-            if count:
-                break
-            number = parent
-        return freed
-
     def _delete(self, row: _Row) -> int:
         """Delete a record and what only it needs; return the bytes that were removed."""
         self.connection.execute("DELETE FROM records WHERE number = ?", (row.number,))
         self.connection.execute("DELETE FROM leases WHERE record = ?", (row.number,))
-        freed = RECORD_BYTES + row.header_bytes + (self._let_go(row.head) if row.head is not None else 0)
+        freed = RECORD_BYTES + row.header_bytes + (self._segments.let_go(row.head) if row.head is not None else 0)
         self._account(row.record.key.owner, -1, -freed)
         return freed
 
