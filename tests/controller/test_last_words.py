@@ -69,7 +69,7 @@ async def until_read(service: ControllerService) -> Receiver:
     link.submit(lambda number: Submit(number, pack_int32([1]), 1, 1, Sampling(seed=1)), receiver)  # type: ignore[arg-type]
     (index,) = service.routers.indices()
     known = service.routers._by_index[index]
-    await turn_until(lambda: known.told and known.read >= known.told)  # the refusal; it is told at once
+    await turn_until(lambda: 0 < known.last_outputs <= known.last_read)  # the refusal; it is told at once
     receiver.heard.clear()
     number = link.submit(lambda number: Submit(number, pack_int32([1]), 1, 1, Sampling(seed=1)), receiver)  # type: ignore[arg-type]
     service.routers.send(index, Outputs(0, finished=[Finished(number, FinishReason.LENGTH)]))
@@ -95,10 +95,10 @@ def test_a_router_whose_loop_stands_still_loses_nothing(service: ControllerServi
 def test_routers_that_say_nothing_or_are_gone_are_not_waited_for(service: ControllerService) -> None:
     index = service.routers._heard(b"another", time.monotonic())
     router = service.routers._by_index[index]
-    router.told = 3
+    router.last_outputs = 3
     assert service.routers.behind(0.0, 600.0) == []
     service._let_routers_read()
-    router.read = 2
+    router.last_read = 2
     assert service.routers.behind(time.monotonic(), 600.0) == [index]
     service._let_routers_read()  # the first message to it shows that it is not connected
     assert service.routers.behind(time.monotonic(), 600.0) == []

@@ -163,7 +163,7 @@ def test_a_preempted_group_of_samples_is_not_kept_out_by_what_is_held_for_others
     for _ in range(2):
         simulation.step()
         for sequence in simulation.scheduler.running():
-            if sequence.request == old:
+            if sequence.request_id == old:
                 simulation.scheduler.preempt(sequence.group, simulation.now)
                 break
     simulation.finish(2000)

@@ -44,7 +44,7 @@ def test_it_is_preempted_while_its_result_is_on_the_way() -> None:
     """What the test above covers by some of its numbers: all of the prompt was planned, and no token came."""
     simulation = Simulation(CONFIG)
     request = simulation.submit(PROMPT, 1, pooling=POOL_MEAN)
-    simulation.step_until(lambda: any(s.request == request for s in simulation.scheduler.rows.sequences if s))
+    simulation.step_until(lambda: any(s.request_id == request for s in simulation.scheduler.rows.sequences if s))
     assert simulation.streams[request].pooled is None
     computed = simulation.workers.computed_tokens
     assert simulation.preempt(request)

@@ -171,7 +171,7 @@ def test_the_newest_group_goes_first_and_whole() -> None:
     new = simulation.submit(list(range(50, 59)), 20, n=3)
     scheduler = simulation.scheduler
     simulation.step_until(lambda: scheduler.counters.preemptions)
-    assert {sequence.request for sequence in scheduler.running()} == {old}
+    assert {sequence.request_id for sequence in scheduler.running()} == {old}
     simulation.finish()
     assert simulation.streams[new].reason == "length"
 
@@ -182,7 +182,7 @@ def test_a_better_priority_is_not_preempted_for_a_worse_one() -> None:
     simulation.step_until(lambda: simulation.streams[worse].output)
     better = simulation.submit(list(range(50, 59)), 40, seed=2)
     simulation.step_until(lambda: simulation.scheduler.counters.preemptions)
-    assert {sequence.request for sequence in simulation.scheduler.running()} == {better}
+    assert {sequence.request_id for sequence in simulation.scheduler.running()} == {better}
     simulation.finish()
 
 

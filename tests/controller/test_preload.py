@@ -100,7 +100,7 @@ def test_others_decode_while_a_session_comes_back() -> None:
     while not simulation.streams[turn].output:
         before = len(simulation.streams[other].output)
         simulation.step()
-        if any(sequence.request == turn for sequence in scheduler.prefilling):
+        if any(sequence.request_id == turn for sequence in scheduler.prefilling):
             waited += 1
             assert len(simulation.streams[other].output) > before, "a row stood still for somebody else's loads"
     assert waited >= 2, "it began at once though its loads took seconds"

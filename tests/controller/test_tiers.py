@@ -301,7 +301,7 @@ def test_an_announcement_comes_after_those_who_wait() -> None:
 def rest(simulation: Simulation) -> None:
     """Until nothing moves and nothing is to be moved, or for a while."""
     for _ in range(600):
-        if not simulation.step() and simulation.engine.is_settled:
+        if not simulation.step() and simulation.engine.is_written:
             return
 
 
@@ -315,7 +315,7 @@ def test_a_prompt_larger_than_host_memory_is_on_disk_whole_in_the_end(tier_pace:
     simulation.pace_s, simulation.tier_pace = 0.01, tier_pace
     simulation.ask([i % 50 for i in range(200 * CHUNK)], 4)
     for _ in range(2000):
-        if not simulation.step() and simulation.engine.is_settled:
+        if not simulation.step() and simulation.engine.is_written:
             break
     whole = [node for node in simulation.tree.nodes() if node.token_count == CHUNK]
     assert len(whole) == 200

@@ -290,7 +290,7 @@ def run_with_culprits(simulation: Simulation, culprits: set[int], losses_max: in
     while not simulation.engine.is_idle:
         simulation.now += simulation.pace_s
         simulation.plan()
-        running = {sequence.request for sequence in simulation.engine.scheduler.running()}
+        running = {sequence.request_id for sequence in simulation.engine.scheduler.running()}
         if running & culprits:
             simulation.lose_workers()
             simulation.replace_workers()
@@ -355,7 +355,7 @@ def test_a_suspect_that_its_client_leaves_lets_the_next_one_in() -> None:
         simulation.replace_workers()
     for request in requests:
         simulation.plan()
-        assert {sequence.request for sequence in simulation.engine.scheduler.running()} == {request}
+        assert {sequence.request_id for sequence in simulation.engine.scheduler.running()} == {request}
         simulation.abort(request)
         while simulation.answer():
             pass  # at most two steps are unanswered

@@ -103,7 +103,7 @@ class RandomDrafts(DraftSource):
         assert elapsed_us > 0
 
     def _expected(self, sequence: Sequence) -> list[int]:
-        stream = self._simulation.streams[sequence.request]
+        stream = self._simulation.streams[sequence.request_id]
         return expected_stream(stream, sequence.sample, stream.longest(self._simulation.engine.config))
 
     def _guess(self, slot: int) -> Int32Array:

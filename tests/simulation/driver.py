@@ -377,7 +377,7 @@ class Simulation:
 
     def preempt(self, request: int | None = None) -> bool:
         """Preempt a request, or all that run; return whether anything was running."""
-        groups = {s.group for s in self.scheduler.running() if request in (None, s.request)}
+        groups = {s.group for s in self.scheduler.running() if request in (None, s.request_id)}
         for group in groups:
             self.scheduler.preempt(group, self.now)
         return bool(groups)

@@ -148,5 +148,5 @@ class KnownDrafts(RandomDrafts):
         self._said = said
 
     def _expected(self, sequence: Sequence) -> list[int]:
-        expected: list[int] = self._said[sequence.request][1][sequence.sample]
+        expected: list[int] = self._said[sequence.request_id][1][sequence.sample]
         return expected

@@ -128,7 +128,7 @@ class KnownDrafts(RandomDrafts):
         self._outputs = outputs
 
     def _expected(self, sequence: Sequence) -> list[int]:
-        return self._outputs[sequence.request][sequence.sample]
+        return self._outputs[sequence.request_id][sequence.sample]
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])

@@ -104,7 +104,7 @@ class Directory(Generic[ChunkT]):
             return None
         slot = self.copies.reserve_host(chunk, step)
         if slot is None:
-            can_drop_only_copies = forced or not self.mover.can_sink()
+            can_drop_only_copies = forced or not self.mover.can_demote()
             victim = victim_of_save(
                 self.copies, self.jobs, self.config.policy, chunk, step, can_drop_only_copies, forced=forced
             )
@@ -447,9 +447,13 @@ class Directory(Generic[ChunkT]):
         """Whether write-behind has a chunk to write, and a tier that can take it."""
         return self.mover.has_unwritten
 
-    def can_sink(self) -> bool:
+    def hurry_writes(self) -> None:
+        """Have chunks written to the tiers below host memory without waiting for a pause."""
+        self.mover.behind.is_hurried = True
+
+    def can_demote(self) -> bool:
         """Return whether some tier below host memory works."""
-        return self.mover.can_sink()
+        return self.mover.can_demote()
 
     def stored(self) -> Iterator[ChunkT]:
         """Return all chunks that have a slot in host memory or on disk."""

@@ -180,7 +180,7 @@ class TierMover(Generic[ChunkT]):
             for tier, queue in self.behind.queues.items()
         )
 
-    def can_sink(self) -> bool:
+    def can_demote(self) -> bool:
         """Return whether some tier below works, so that only copies in host memory can be written there."""
         return any(not health.is_paused for health in self._health.values())
 
@@ -282,18 +282,18 @@ class TierMover(Generic[ChunkT]):
             dirty = copies.dirty_victim(judge)
             if dirty is None or (clean is not None and not goes_first(dirty, clean)):
                 break
-            if self._sink(dirty, now, lossless=lossless):
+            if self._demote(dirty, now, lossless=lossless):
                 return Room.MADE
             refused.add(dirty)
             writes_wait = any(not (health.is_paused or health.may_write()) for health in self._health.values())
-            if writes_wait or (lossless and self.can_sink()):
+            if writes_wait or (lossless and self.can_demote()):
                 return Room.LATER  # rather than drop what is wanted sooner
         if clean is None:
             return Room.LATER if refused else Room.NONE
         self.drop_host(clean)
         return Room.MADE
 
-    def _sink(self, chunk: ChunkT, now: float, *, lossless: bool) -> bool:
+    def _demote(self, chunk: ChunkT, now: float, *, lossless: bool) -> bool:
         """Write a chunk whose only copy is in host memory to a tier below, or drop that copy if it is worth less
         than all chunks there. Return whether the host slot is free, or will be."""
         for tier, health in self._health.items():

@@ -76,8 +76,9 @@ def configure_logging(
     context: Callable[[], Mapping[str, Any]] = dict,
     **fields: Any,
 ) -> None:
-    """Log structured lines on stderr, each with the role and the `fields` of this process (`group`, `rank`). A line
-    that cannot be written, because the disk is full or the reader of a pipe is gone, is lost; nothing is raised.
+    """Log structured lines on stderr, each with the role and the `fields` of this process (`group`, `rank`).
+
+    A line that cannot be written, because the disk is full or the reader of a pipe is gone, is lost.
 
     Args:
         log_format: "json", "text" (for people), or "auto": text on a terminal, JSON elsewhere.
@@ -110,8 +111,8 @@ def configure_logging(
 
 
 class _LossyLogger:
-    """Writes lines to a stream, and drops those that it does not take: a full disk must not end the thread that has
-    something to say."""
+    """Writes lines to a stream, and drops those that it does not take: a full disk must not end the thread that
+    logs."""
 
     def __init__(self, stream: TextIO, *_: object) -> None:
         self._lines = structlog.PrintLogger(stream)

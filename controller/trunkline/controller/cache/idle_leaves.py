@@ -69,7 +69,7 @@ class IdleLeaves:
         """Remove and return the leaf to evict first; None if there is none."""
         best, least = None, (float("inf"), 0.0, 0.0, 0)
         for account, heap in self._heaps.items():
-            if not self._settle(heap, account):
+            if not self._bring_up(heap, account):
                 continue
             rank = (float(self._shares.standing(account, TierKind.DEVICE)), *heap[0][:3])
             if rank < least:
@@ -80,7 +80,7 @@ class IdleLeaves:
         self._length -= 1
         return heapq.heappop(heap)[3]
 
-    def _settle(self, heap: list[_Entry], account: KvAccount | None) -> bool:
+    def _bring_up(self, heap: list[_Entry], account: KvAccount | None) -> bool:
         """Bring an idle leaf to the top of a heap that is there in its present order; False if there is none."""
         while heap:
             wait, last_use, _, node = heap[0]

@@ -241,7 +241,7 @@ class RadixCache(RadixTree):
             if node.ready_step >= plan.step and node.parent is not None:
                 return  # this very plan computes it
             if self._wants_copy(node) and not self._add_save(node, plan):
-                if not self.tiers.can_sink():
+                if not self.tiers.can_demote():
                     self._unsaved.popleft()  # it gets another chance when its block is needed
                 return  # writes under way will make room; without this chunk, none below it would be saved
             self._unsaved.popleft()

@@ -233,6 +233,10 @@ class Engine:
             done.clear()
         return self._requests.take_outputs()
 
+    def hurry_writes(self) -> None:
+        """Write chunks to the tiers below without waiting for a pause: the group is about to stop."""
+        self.scheduler.kv.tree.tiers.hurry_writes()
+
     # Questions
 
     @property
@@ -251,7 +255,7 @@ class Engine:
         return not (self._inflight or self._requests.groups or self.scheduler.encoding.is_working)
 
     @property
-    def is_settled(self) -> bool:
+    def is_written(self) -> bool:
         """Whether the engine is idle, and no chunk waits to be written to a lower tier."""
         tree = self.scheduler.kv.tree
         return self.is_idle and not (tree.has_unsaved or self.traffic.in_flight or tree.tiers.has_unwritten)

@@ -147,7 +147,7 @@ def _check_thin(tree: ThinCache, running: list[Sequence]) -> None:
         behind = sequence.stem.behind
         # A prompt's later blocks become whole piece by piece.
         known = sequence.path[: sequence.stem.reserved] if sequence.slot < 0 else sequence.path
-        _check(not any(map(tree.is_thin, known[behind:])), f"request {sequence.request} reads a thin chunk")
+        _check(not any(map(tree.is_thin, known[behind:])), f"request {sequence.request_id} reads a thin chunk")
     thinnable = sum(node.on_device and not (node.readers or tree.is_thin(node)) for node in tree.nodes())
     _check(thinnable == tree.thinnable, f"the tree counts {tree.thinnable} chunks to thin and has {thinnable}")
 
@@ -162,12 +162,12 @@ def _check_path(sequence: Sequence) -> None:
         if parent is None:
             _check(node.parent is not None and node.parent.parent is None, "a path does not begin at a root")
         else:
-            _check(node.parent is parent, f"the path of request {sequence.request} is not connected")
+            _check(node.parent is parent, f"the path of request {sequence.request_id} is not connected")
         parent = node
         if index < stem.base and node is ends[0]:
             ends.pop(0)
             parent = None
-    _check(not ends, f"request {sequence.request} holds chunks that are not in its path")
+    _check(not ends, f"request {sequence.request_id} holds chunks that are not in its path")
 
 
 def _check_node(tree: RadixCache, node: Node, holders: int) -> None:
@@ -263,7 +263,7 @@ def _check_rows(scheduler: Scheduler) -> None:
         _check(is_kept or sequence.beam_position is not None, f"slot {slot} has lost tokens of a full chunk")
         members = sequence.group.members
         decoding = sum(member.slot >= 0 for member in members)
-        _check(decoding == len(members), f"{decoding} of {len(members)} of request {sequence.request} decode")
+        _check(decoding == len(members), f"{decoding} of {len(members)} of request {sequence.request_id} decode")
 
 
 def _check_charged(scheduler: Scheduler) -> None:

@@ -88,7 +88,7 @@ def grow_rows(
     groups: dict[int, list[Sequence]] = {}
     sequences = [sequence for slot in starting.tolist() if (sequence := rows.sequences[slot]) is not None]
     for sequence in sorted(sequences, key=lambda each: (queue.rank(each.group), each.sample)):
-        groups.setdefault(sequence.request, []).append(sequence)
+        groups.setdefault(sequence.request_id, []).append(sequence)
     for members in groups.values():
         for sequence in members:
             if kv.move_window(sequence, int(rows.planned[sequence.slot])):

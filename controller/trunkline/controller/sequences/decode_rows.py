@@ -106,7 +106,7 @@ class DecodeRows:
         """Enter what the arrays say of a sequence that has got its slot."""
         slot = sequence.slot
         self.batch_seq_ids[slot] = sequence.batch_seq_id
-        self.requests[slot] = sequence.request
+        self.requests[slot] = sequence.request_id
         self.samples[slot] = sequence.sample if sequence.beam_position is None else BEAM
         self.known[slot] = sequence.tokens.count
         self.planned[slot] = sequence.prefill_stop

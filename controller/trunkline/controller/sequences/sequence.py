@@ -398,12 +398,9 @@ class Sequence:
         """While the sequence is preempted: the chunks that it has claimed (PagedAttention §4.5, swapping)."""
 
     @property
-    def request(self) -> int:
+    def request_id(self) -> int:
+        """Id of the sequence's request (`Request.id`)."""
         return self.group.id
-
-    @property
-    def arrival(self) -> int:
-        return self.group.arrival
 
     @property
     def prompt_len(self) -> int:

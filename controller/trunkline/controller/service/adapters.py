@@ -158,9 +158,9 @@ class Adapters:
         adapter.found[report.rank] = report.key
         adapter.problem = adapter.problem or report.problem
         if len(adapter.found) == self._ranks:
-            self._settle(adapter)
+            self._conclude(adapter)
 
-    def _settle(self, adapter: _Adapter) -> None:
+    def _conclude(self, adapter: _Adapter) -> None:
         """Use an adapter that all ranks have, or drop it."""
         keys = set(adapter.found.values())
         if not adapter.problem and len(keys) > 1:

@@ -45,10 +45,10 @@ class _Router:
     last_heard: float
     seq: int = 0
     """Number of the last message sent to the router."""
-    told: int = 0
-    """Number of the last message with outputs …"""
-    read: int = 0
-    """… and of the last one that the router says it has read; 0: it has not said so yet."""
+    last_outputs: int = 0
+    """Number of the last message with outputs; 0: there was none."""
+    last_read: int = 0
+    """Number of the last message that the router says it has read; 0: it has not said so yet."""
 
 
 def _split(outputs: EngineOutputs) -> dict[int, Outputs]:
@@ -180,7 +180,7 @@ class Routers:
             return
         router.seq += 1
         if isinstance(message, Outputs):
-            router.told = router.seq
+            router.last_outputs = router.seq
         payload = self._encoder.encode(replace(message, seq=router.seq))
         try:
             self.socket.send(router.identity, MORE)
@@ -200,7 +200,7 @@ class Routers:
 
     def note_read(self, index: int, number: int) -> None:
         """Note that a router has read the messages up to this number."""
-        self._by_index[index].read = number
+        self._by_index[index].last_read = number
 
     def behind(self, now: float, seconds_max: float) -> list[int]:
         """Return the indices of the routers that have not read all outputs yet, without those that are silent and
@@ -209,7 +209,7 @@ class Routers:
         return [
             index
             for index, router in self._by_index.items()
-            if 0 < router.read < router.told and index not in silent
+            if 0 < router.last_read < router.last_outputs and index not in silent
         ]
 
     def forget(self, index: int) -> None:

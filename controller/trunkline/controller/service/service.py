@@ -68,7 +68,7 @@ from trunkline.controller.service.request_log import RequestLog
 from trunkline.controller.service.router_events import event_of
 from trunkline.controller.service.routers import NUMBER_MASK, ROUTER_SHIFT, Routers
 from trunkline.controller.service.status import Descriptions, EventPublisher, adapters_in_use, state_of
-from trunkline.controller.service.turns import SETTLE_SECONDS_MAX, Deadlines, Leaving, Pending, Status
+from trunkline.controller.service.turns import WRITE_SECONDS_MAX, Deadlines, Leaving, Pending, Status
 from trunkline.controller.service.wakeup import WakeUps
 from trunkline.controller.service.workers import WorkerGroup
 from trunkline.controller.storage.persistence import Persistence
@@ -163,7 +163,7 @@ class ControllerService:
                     self._cancel(call)
                 # Routers send the waiting requests to other controllers, which can begin at once.
                 self._pending.events.append(EndWaiting(FinishReason.DRAINING, _STOPPING))
-                self.engine.scheduler.kv.tree.tiers.mover.behind.is_hurried = True
+                self.engine.hurry_writes()
                 if self.engine.scheduler.kv.tree.node_count:
                     self._leaving.wait.begin(len(self.routers.indices()), now)
             self._set_status(Status.DRAINING, _STOPPING)
@@ -175,14 +175,14 @@ class ControllerService:
         if self.status is not Status.DRAINING:
             return False
         is_handed = self._leaving.wait.is_over(time.monotonic())
-        if self.engine is None or (self.engine.is_settled and is_handed):
+        if self.engine is None or (self.engine.is_written and is_handed):
             return True
         if self.engine.is_away:
             self._deadlines.drain = 0.0  # no new workers are waited for: routers continue the requests elsewhere
         if self.engine.is_idle and is_handed and not self.engine.is_away:
             # No client waits any more. Wait a moment for chunks that are not on disk yet.
-            self._deadlines.settle = min(self._deadlines.settle, time.monotonic() + SETTLE_SECONDS_MAX)
-            if time.monotonic() >= self._deadlines.settle:
+            self._deadlines.writes = min(self._deadlines.writes, time.monotonic() + WRITE_SECONDS_MAX)
+            if time.monotonic() >= self._deadlines.writes:
                 return True
         if time.monotonic() < self._deadlines.drain:
             return False

@@ -11,7 +11,7 @@ from trunkline.controller.engine.events import Event
 from trunkline.controller.service.handover import HandoverWait
 from trunkline.controller.service.offers import Offering
 
-SETTLE_SECONDS_MAX: Final = 2.0
+WRITE_SECONDS_MAX: Final = 2.0
 """Longest time for which a controller that stops waits for chunks to be written to disk."""
 
 
@@ -30,7 +30,7 @@ class Deadlines:
 
     drain: float = math.inf
     """Time at which a drain stops waiting for running requests."""
-    settle: float = math.inf
+    writes: float = math.inf
     """Time at which a drain without requests stops waiting for chunks to be written to disk."""
     engine: float = math.inf
     """Time at which the engine wants its next step (`Ready.wake_at`)."""
@@ -39,7 +39,7 @@ class Deadlines:
 
     def next(self) -> float:
         """Return the earliest of them."""
-        return min(self.drain, self.settle, self.engine, self.look)
+        return min(self.drain, self.writes, self.engine, self.look)
 
 
 @dataclass(slots=True)

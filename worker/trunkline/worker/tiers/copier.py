@@ -114,7 +114,7 @@ class Copier:
         if plan.saves:
             self._save(SAVE, gate, unpack_int32(plan.saves, columns=3), mark, plan.save_names)
         if plan.thinned:
-            gate.waited_ns += self._settle(unpack_int32(plan.thinned))
+            gate.waited_ns += self._wait_for_copies_of(unpack_int32(plan.thinned))
         fence = self.saves.last_until(plan.save_fence)
         if plan.saves and not self._options.saves_beside:
             fence = self.saves.submitted
@@ -195,7 +195,7 @@ class Copier:
             for index, slot in enumerate(moves[:, 1].tolist()):
                 self.host.names.put(slot, names[index * NAME_BYTES : (index + 1) * NAME_BYTES])
 
-    def _settle(self, blocks: Int32Array) -> int:
+    def _wait_for_copies_of(self, blocks: Int32Array) -> int:
         """Wait until all saves and loads of these blocks are done that were ordered so far; return the nanoseconds
         waited."""
         touched = self._touched
