@@ -42,7 +42,7 @@ from trunkline.controller.messages import StepResult, Submit
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.service.routers import ROUTER_SHIFT, Routers
 from trunkline.kvstore.chunks import pack_int32
-from trunkline.runtime.wire_sockets import Gate
+from trunkline.runtime.wire_gate import Gate
 from trunkline.worker.messages import Sampling, StepPlan
 
 STAGES: Final = ("plan", "begin", "ops", "end", "reply", "rest")

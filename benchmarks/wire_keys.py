@@ -24,8 +24,9 @@ import psutil
 import zmq
 from report import Report, parse_arguments
 
+from trunkline.runtime.wire_gate import MESSAGE_BYTES_MAX, Gate
 from trunkline.runtime.wire_keys import Role, generate, write
-from trunkline.runtime.wire_sockets import MESSAGE_BYTES_MAX, Gate, WirePeer
+from trunkline.runtime.wire_peer import WirePeer
 
 WAYS: Final = ("ipc", "tcp", "keys")
 SIZES: Final = (100, 64 << 10)

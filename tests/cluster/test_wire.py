@@ -17,7 +17,7 @@ from deploy.waiting import free_ports
 from simulation.hostile import altered
 
 from trunkline.runtime.wire_keys import PARTS, Role, generate, write
-from trunkline.runtime.wire_sockets import WirePeer
+from trunkline.runtime.wire_peer import WirePeer
 
 pytestmark = pytest.mark.processes
 

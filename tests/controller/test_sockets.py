@@ -21,7 +21,7 @@ from trunkline.controller.service.membership import GroupLostError
 from trunkline.controller.service.routers import MESSAGES_PER_TURN_MAX, Routers
 from trunkline.controller.service.workers import WorkerGroup
 from trunkline.runtime import wire_keys
-from trunkline.runtime.wire_sockets import Gate
+from trunkline.runtime.wire_gate import Gate
 
 pytestmark = pytest.mark.processes
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -30,7 +30,7 @@ SUBSCRIBER = """
 import msgspec, sys, time, zmq
 from trunkline.worker import messages
 from trunkline.runtime.wire_keys import Role
-from trunkline.runtime.wire_sockets import WirePeer
+from trunkline.runtime.wire_peer import WirePeer
 
 socket = zmq.Context().socket(zmq.SUB)
 WirePeer(sys.argv[3], Role.WORKER).connect(socket, sys.argv[1])

@@ -33,7 +33,7 @@ from trunkline.router.streams.kv_feed import (
     EventFeeds,
     FeedState,
 )
-from trunkline.runtime.wire_sockets import Gate
+from trunkline.runtime.wire_gate import Gate
 
 CHUNK = 4
 STREAM = b"a stream"

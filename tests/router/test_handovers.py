@@ -26,7 +26,7 @@ from trunkline.router.streams.kv_feed import EventFeeds
 from trunkline.router.streams.link import ControllerLink
 from trunkline.router.streams.link_keeper import LinkKeeper
 from trunkline.router.streams.links import Links
-from trunkline.runtime.wire_sockets import WirePeer
+from trunkline.runtime.wire_peer import WirePeer
 
 PATHS = [path(number, 2 + number % 5, shared=1) for number in range(1, 31)]
 

@@ -14,16 +14,10 @@ import zmq
 from deploy.waiting import wait_for
 from zmq.utils.monitor import parse_monitor_message
 
-from trunkline.runtime import wire_sockets
+from trunkline.runtime import wire_gate, wire_peer
+from trunkline.runtime.wire_gate import MESSAGE_BYTES_MAX, SUBSCRIPTION_BYTES_MAX, Gate, connections_max
 from trunkline.runtime.wire_keys import Role, WireKeysError, generate, load, write
-from trunkline.runtime.wire_sockets import (
-    HANDSHAKE_FAILED,
-    MESSAGE_BYTES_MAX,
-    SUBSCRIPTION_BYTES_MAX,
-    Gate,
-    WirePeer,
-    connections_max,
-)
+from trunkline.runtime.wire_peer import HANDSHAKE_FAILED, WirePeer
 
 Context = zmq.Context[zmq.Socket[bytes]]
 HANDSHAKE_MS = 400
@@ -104,8 +98,9 @@ def keys(tmp_path: Path) -> str:
 
 @pytest.fixture
 def server(keys: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(wire_sockets, "HANDSHAKE_MS", HANDSHAKE_MS)
-    monkeypatch.setattr(wire_sockets, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(wire_gate, "HANDSHAKE_MS", HANDSHAKE_MS)
+    monkeypatch.setattr(wire_peer, "HANDSHAKE_MS", HANDSHAKE_MS)
+    monkeypatch.setattr(wire_gate, "_LOOK_SECONDS", 0.0)
     server = Server(keys)
     yield server
     server.close()
@@ -336,8 +331,8 @@ def test_a_message_that_is_too_long_ends_its_connection_only(keys: str, connect:
 def test_too_many_connections_close_the_port_for_a_while(
     keys: str, connect: Connect, monkeypatch: pytest.MonkeyPatch, strangers: list[sockets.socket]
 ) -> None:
-    monkeypatch.setattr(wire_sockets, "HANDSHAKE_MS", 60_000)  # the strangers stay until the test closes them
-    monkeypatch.setattr(wire_sockets, "connections_max", lambda: 20)
+    monkeypatch.setattr(wire_gate, "HANDSHAKE_MS", 60_000)  # the strangers stay until the test closes them
+    monkeypatch.setattr(wire_gate, "connections_max", lambda: 20)
     server = Server(keys)
     try:
         friend = connect(WirePeer(keys), server.endpoint())

@@ -56,7 +56,7 @@ from trunkline.router.telemetry.request_record import RequestRecord, arrival, cu
 from trunkline.router.tenancy.tenants import Meter, Tenants, current_meter
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.runtime.wire_keys import Role, problem_of
-from trunkline.runtime.wire_sockets import WirePeer
+from trunkline.runtime.wire_peer import WirePeer
 
 RECORDS_PATIENCE_S: Final = 10.0
 """Time in seconds for which an operation of the record store is tried before the store counts as away."""

@@ -20,7 +20,7 @@ from trunkline.controller.messages import MoveOutcome, MovesDone, Probed, Worker
 from trunkline.runtime.process import node_id
 from trunkline.runtime.wire_flags import NOBLOCK
 from trunkline.runtime.wire_keys import Role
-from trunkline.runtime.wire_sockets import HANDSHAKE_FAILED, WirePeer
+from trunkline.runtime.wire_peer import HANDSHAKE_FAILED, WirePeer
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import LEAVE_TOPIC, WorkerMessage, member_topic, plan_topic, rank_topic

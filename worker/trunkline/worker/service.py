@@ -29,7 +29,7 @@ from zmq.utils.monitor import recv_monitor_message
 from trunkline.controller.messages import LoadProgress, WorkerFailed, WorkerReady
 from trunkline.runtime.process import RareLog, report_status
 from trunkline.runtime.tracing import start as start_tracing
-from trunkline.runtime.wire_sockets import HANDSHAKE_FAILED
+from trunkline.runtime.wire_peer import HANDSHAKE_FAILED
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.errors import PeerLostError, RankRefusedError, WorkerError, can_never_work
 from trunkline.worker.link import Link, Outbox

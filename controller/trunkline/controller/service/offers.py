@@ -45,8 +45,8 @@ HOT_USES: Final = 2
 UNITS_PER_TURN: Final = 100
 """Number of units of work per turn of the loop. A unit takes a few microseconds."""
 LIST_SECONDS: Final = 60.0
-"""Time in seconds after which a list is forgotten if no page of it was asked for. A router asks for the next one when
-other groups have nearly fetched what it knows; what it does not get it does not hand over."""
+"""Time in seconds after which a list is forgotten if no page of it was asked for. A router asks for the next one
+when other groups have nearly fetched what it knows; what it does not get it does not hand over."""
 LISTS_MAX: Final = 16
 """Largest number of lists that are kept."""
 ASKED_MAX: Final = 64

@@ -25,8 +25,8 @@ from trunkline.kvstore.chunks import any_of, pack_int32
 from trunkline.router.messages import Outputs, RouterMessage
 from trunkline.runtime.process import RareLog
 from trunkline.runtime.wire_flags import MORE, NOBLOCK
+from trunkline.runtime.wire_gate import MESSAGE_BYTES_MAX, Gate
 from trunkline.runtime.wire_keys import Role
-from trunkline.runtime.wire_sockets import MESSAGE_BYTES_MAX, Gate
 
 ROUTER_SHIFT: Final = NUMBER_BITS
 """Number of bits of an engine's id below the router's index."""

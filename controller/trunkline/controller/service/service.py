@@ -75,7 +75,7 @@ from trunkline.controller.storage.persistence import Persistence
 from trunkline.router.messages import Finished, FinishReason, Flushed, ModulesReply, Outputs, Prefetched
 from trunkline.runtime.process import report_status
 from trunkline.runtime.tracing import start as start_tracing
-from trunkline.runtime.wire_sockets import Gate
+from trunkline.runtime.wire_gate import Gate
 from trunkline.worker.messages import WorkerMessage
 
 EXIT_CONFIG: Final = 2

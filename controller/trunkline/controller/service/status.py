@@ -34,8 +34,8 @@ from trunkline.router.messages import (
     TierState,
     TreeDescription,
 )
+from trunkline.runtime.wire_gate import SUBSCRIPTION_BYTES_MAX, Gate
 from trunkline.runtime.wire_keys import Role
-from trunkline.runtime.wire_sockets import SUBSCRIPTION_BYTES_MAX, Gate
 
 STREAM_BYTES: Final = 8
 IDLE_SECONDS: Final = 1.0

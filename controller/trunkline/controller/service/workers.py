@@ -45,8 +45,8 @@ from trunkline.controller.service.membership import (
 from trunkline.kvstore.adapters import KEY_BYTES
 from trunkline.runtime.process import RareLog, is_worker, node_id
 from trunkline.runtime.wire_flags import MORE, NOBLOCK
+from trunkline.runtime.wire_gate import MESSAGE_BYTES_MAX, SUBSCRIPTION_BYTES_MAX, Gate
 from trunkline.runtime.wire_keys import Role
-from trunkline.runtime.wire_sockets import MESSAGE_BYTES_MAX, SUBSCRIPTION_BYTES_MAX, Gate
 from trunkline.worker.messages import (
     LEAVE_TOPIC,
     Leave,

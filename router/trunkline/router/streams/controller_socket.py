@@ -24,7 +24,7 @@ from trunkline.router.messages import Outputs, RouterMessage, State, TierState
 from trunkline.router.streams.takers import pass_to_takers
 from trunkline.runtime.wire_flags import NOBLOCK
 from trunkline.runtime.wire_keys import WireKeysError, is_network
-from trunkline.runtime.wire_sockets import HANDSHAKE_FAILED, WirePeer
+from trunkline.runtime.wire_peer import HANDSHAKE_FAILED, WirePeer
 
 if TYPE_CHECKING:
     from trunkline.router.streams.link import ControllerLink

@@ -28,7 +28,7 @@ from trunkline.router.errors import ApiError
 from trunkline.router.messages import EventsReply, KvEvents
 from trunkline.runtime.process import RareLog
 from trunkline.runtime.wire_keys import WireKeysError
-from trunkline.runtime.wire_sockets import WirePeer
+from trunkline.runtime.wire_peer import WirePeer
 
 STALE_SECONDS: Final = 5.0
 """Time in seconds without an event or heartbeat after which the index of a controller may be out of date."""

@@ -62,7 +62,7 @@ from trunkline.router.streams.controller_socket import ControllerSocket
 from trunkline.router.streams.streams import Attempt, Event, Stream
 from trunkline.runtime.process import RareLog
 from trunkline.runtime.wire_keys import WireKeysError
-from trunkline.runtime.wire_sockets import WirePeer
+from trunkline.runtime.wire_peer import WirePeer
 
 PING_SECONDS: Final = 1.0
 _RECONNECT_POLL_SECONDS: Final = 0.05

@@ -23,7 +23,7 @@ from trunkline.router.streams.handovers import Handovers
 from trunkline.router.streams.kv_feed import EventFeeds
 from trunkline.router.streams.link import ControllerLink
 from trunkline.router.streams.links import Links
-from trunkline.runtime.wire_sockets import WirePeer
+from trunkline.runtime.wire_peer import WirePeer
 
 TICK_SECONDS: Final = 0.5
 """Time between two checks of whether a removed group has ended its last request."""

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from trunkline.kvstore.chunks import NAME_BYTES
 from trunkline.kvstore.shards import HeadShard
 from trunkline.runtime.process import RareLog, node_id
+from trunkline.runtime.wire_gate import Gate
 from trunkline.runtime.wire_keys import Role
-from trunkline.runtime.wire_sockets import Gate
 from trunkline.worker.tiers.copier import Copier
 from trunkline.worker.tiers.exchange import (
     CHUNKS_MAX,

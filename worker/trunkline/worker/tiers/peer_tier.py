@@ -30,7 +30,7 @@ from trunkline.controller.messages import MoveOutcome
 from trunkline.kvstore.shards import HeadShard, Piece, ShardError
 from trunkline.runtime.process import node_id
 from trunkline.runtime.wire_keys import Role, WireKeysError
-from trunkline.runtime.wire_sockets import HANDSHAKE_FAILED, WirePeer
+from trunkline.runtime.wire_peer import HANDSHAKE_FAILED, WirePeer
 from trunkline.worker.messages import PeerAt, TierMove
 from trunkline.worker.tiers.copier import Copier, Ticket
 from trunkline.worker.tiers.exchange import Ask, Found, Told, checksum
