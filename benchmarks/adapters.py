@@ -29,10 +29,10 @@ from report import Report, argument_parser, some_of
 from safetensors.torch import save_file
 from small_model import small_model
 
-from trunkline.controller.adapter_messages import AdapterReady
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import Submit
+from trunkline.controller.reports import AdapterReady
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.adapters import adapter_salt
 from trunkline.kvstore.chunks import pack_int32

@@ -38,7 +38,8 @@ from tiered_loop import TieredLoop
 from trunkline.controller.engine.events import Event, Ready
 from trunkline.controller.engine.validation import problem_of_submit
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import StepResult, Submit
+from trunkline.controller.messages import Submit
+from trunkline.controller.reports import StepResult
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.service.routers import ROUTER_SHIFT, Routers
 from trunkline.kvstore.chunks import pack_int32

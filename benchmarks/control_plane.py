@@ -21,7 +21,8 @@ from report import Report, parse_arguments
 
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import StepResult, Submit
+from trunkline.controller.messages import Submit
+from trunkline.controller.reports import StepResult
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.sequences.tree_order import tree_order
 from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32

@@ -18,7 +18,8 @@ import msgspec
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import DropCache, EngineOutputs, Event, Ready
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import BeamSearch, StepResult, Submit
+from trunkline.controller.messages import BeamSearch, Submit
+from trunkline.controller.reports import StepResult
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.worker.config import WorkerConfig

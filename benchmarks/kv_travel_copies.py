@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from report import Report
 
-from trunkline.controller.messages import MoveOutcome, Probed
+from trunkline.controller.reports import MoveOutcome, Probed
 from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import KvPool
 from trunkline.kvstore.chunks import NAME_BYTES, pack_int32

@@ -29,7 +29,8 @@ from small_model import small_model
 
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import StepResult, Submit
+from trunkline.controller.messages import Submit
+from trunkline.controller.reports import StepResult
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kernels.op_by_op import OpByOp, StepRunner
 from trunkline.kernels.program import Linear

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from report import Report, argument_parser
 
-from trunkline.controller.messages import MoveOutcome, Probed
+from trunkline.controller.reports import MoveOutcome, Probed
 from trunkline.kernels.large_pages import advise_large_pages
 from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import KvPool

@@ -23,7 +23,7 @@ from engine_loop import EngineLoop
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import Ready
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import MoveOutcome, MovesDone, Probed
+from trunkline.controller.reports import MoveOutcome, MovesDone, Probed
 from trunkline.controller.tiers.costs import Preloads
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.config import WorkerConfig

@@ -16,7 +16,7 @@ import pytest
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 
-MESSAGES: Final = {"controller.messages", "controller.adapter_messages", "router.messages", "worker.messages"}
+MESSAGES: Final = {"controller.messages", "controller.reports", "router.messages", "worker.messages"}
 """What travels between roles."""
 
 PACKAGES: Final[dict[str, set[str]]] = {

@@ -16,6 +16,7 @@ _SECTIONS: Final = (
         (
             "trunkline.router.messages",
             "trunkline.controller.messages",
+            "trunkline.controller.reports",
             "trunkline.worker.messages",
         ),
     ),

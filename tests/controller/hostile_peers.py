@@ -25,20 +25,16 @@ from trunkline.controller.messages import (
     EventsCall,
     FlushCache,
     Grammar,
-    GrammarReady,
     ModulesCall,
     ModuleText,
     Ping,
     Prefetch,
     PromptLayout,
-    StepResult,
     Submit,
     Told,
     WentOn,
-    WorkerFailed,
-    WorkerHello,
-    WorkerReady,
 )
+from trunkline.controller.reports import GrammarReady, StepResult, WorkerFailed, WorkerHello, WorkerReady
 from trunkline.controller.service.service import ControllerService
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.messages import Outputs, RouterMessage

@@ -19,7 +19,8 @@ import zmq
 from simulation.worker import SimulatedWorkers
 
 from trunkline.controller.config import ControllerConfig
-from trunkline.controller.messages import Ping, Submit, WorkerFailed, WorkerHello, WorkerReady
+from trunkline.controller.messages import Ping, Submit
+from trunkline.controller.reports import WorkerFailed, WorkerHello, WorkerReady
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.messages import Flushed, Outputs, RouterMessage, State
 from trunkline.worker.messages import (

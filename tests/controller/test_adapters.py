@@ -7,7 +7,8 @@ import random
 import pytest
 from seeds import seeds
 
-from trunkline.controller.adapter_messages import AdapterCall, AdapterReady
+from trunkline.controller.messages import AdapterCall
+from trunkline.controller.reports import AdapterReady
 from trunkline.controller.service.adapters import Adapters
 from trunkline.kvstore.adapters import adapter_key, adapter_of, adapter_salt
 from trunkline.worker.messages import LoadAdapter, UnloadAdapter

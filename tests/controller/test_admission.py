@@ -10,7 +10,8 @@ from simulation.driver import Simulation
 from simulation.streams import verify
 
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import BeamSearch, Grammar, GrammarReady, Submit
+from trunkline.controller.messages import BeamSearch, Grammar, Submit
+from trunkline.controller.reports import GrammarReady
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Sampling

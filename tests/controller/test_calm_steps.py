@@ -15,7 +15,8 @@ from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import AbortRequest, DropCache, Event, Ready
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import StepResult, Submit, TopLogprobs
+from trunkline.controller.messages import Submit
+from trunkline.controller.reports import StepResult, TopLogprobs
 from trunkline.controller.scheduling.row_blocks import SLACK_ROWS_MIN
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.chunks import pack_int32, unpack_int32

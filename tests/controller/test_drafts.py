@@ -19,7 +19,8 @@ from simulation.traffic import Mix, Traffic
 
 from trunkline.controller.engine.drafted import join_results, positions_of
 from trunkline.controller.engine.events import EngineOutputs
-from trunkline.controller.messages import BeamSearch, StepResult, TopLogprobs
+from trunkline.controller.messages import BeamSearch
+from trunkline.controller.reports import StepResult, TopLogprobs
 from trunkline.controller.sequences.decode_rows import RowSet
 from trunkline.controller.sequences.draft_source import Slots
 from trunkline.controller.sequences.plan_builder import InflightStep

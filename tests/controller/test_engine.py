@@ -13,7 +13,8 @@ from simulation.streams import Stream, verify
 from trunkline.controller.allocation.kv_manager import Admission
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import StepResult, Submit, TopLogprobs
+from trunkline.controller.messages import Submit
+from trunkline.controller.reports import StepResult, TopLogprobs
 from trunkline.controller.sequences.sequence import Request, Sequence
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.messages import Sampling

@@ -8,7 +8,8 @@ from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import AbortRequest, Ready
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import StepResult, Submit
+from trunkline.controller.messages import Submit
+from trunkline.controller.reports import StepResult
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.messages import Sampling

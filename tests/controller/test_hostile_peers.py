@@ -19,7 +19,8 @@ import structlog
 from controller.hostile_peers import VOCAB, Group, requests
 from simulation.hostile import altered
 
-from trunkline.controller.messages import (
+from trunkline.controller.messages import Submit
+from trunkline.controller.reports import (
     BeamStep,
     GrammarReady,
     LoadProgress,
@@ -28,7 +29,6 @@ from trunkline.controller.messages import (
     Probed,
     PromptLogprobs,
     StepResult,
-    Submit,
     TopLogprobs,
     WorkerFailed,
     WorkerHello,

@@ -8,7 +8,7 @@ from math import inf
 
 import pytest
 
-from trunkline.controller.messages import WorkerFailed, WorkerHello, WorkerReady
+from trunkline.controller.reports import WorkerFailed, WorkerHello, WorkerReady
 from trunkline.controller.service.membership import (
     LEAVE_WITHIN_S,
     OLD_WAIT_S,

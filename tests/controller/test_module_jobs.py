@@ -14,7 +14,8 @@ from simulation.module_prompts import layout, text
 
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import ModuleText, Probed, Submit
+from trunkline.controller.messages import ModuleText, Submit
+from trunkline.controller.reports import Probed
 from trunkline.controller.scheduling.module_jobs import JOBS_MAX, TEXTS_AT_ONCE
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.tier import TierKind

@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from simulation.oracle import expected_output
 
 from trunkline.controller.config import ControllerConfig
-from trunkline.controller.messages import Abort, FlushCache, Ping, StepResult, Submit
+from trunkline.controller.messages import Abort, FlushCache, Ping, Submit
+from trunkline.controller.reports import StepResult
 from trunkline.controller.service.service import EXIT_CONFIG
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.messages import Sampling

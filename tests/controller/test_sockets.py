@@ -16,7 +16,8 @@ import pytest
 import zmq
 
 from trunkline.controller.config import ControllerConfig
-from trunkline.controller.messages import Ping, WorkerHello, WorkerReady
+from trunkline.controller.messages import Ping
+from trunkline.controller.reports import WorkerHello, WorkerReady
 from trunkline.controller.service.membership import GroupLostError
 from trunkline.controller.service.routers import MESSAGES_PER_TURN_MAX, Routers
 from trunkline.controller.service.workers import WorkerGroup

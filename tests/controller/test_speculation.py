@@ -17,7 +17,8 @@ from trunkline.controller.drafts.drafter import Drafter
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import Event
 from trunkline.controller.engine_config import ConfigError, EngineConfig
-from trunkline.controller.messages import StepResult, Submit
+from trunkline.controller.messages import Submit
+from trunkline.controller.reports import StepResult
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.worker.messages import Sampling, StepPlan

@@ -14,7 +14,8 @@ from simulation.traffic import Mix, Traffic
 
 from trunkline.controller.engine.events import Event
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import MoveOutcome, MovesDone, Submit
+from trunkline.controller.messages import Submit
+from trunkline.controller.reports import MoveOutcome, MovesDone
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.kvstore.tier import TierKind

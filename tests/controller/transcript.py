@@ -34,18 +34,8 @@ from trunkline.controller.engine.events import (
     WorkersLost,
 )
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import (
-    BeamSearch,
-    BeamStep,
-    Grammar,
-    GrammarReady,
-    ModulesCall,
-    MoveOutcome,
-    MovesDone,
-    Probed,
-    StepResult,
-    Submit,
-)
+from trunkline.controller.messages import BeamSearch, Grammar, ModulesCall, Submit
+from trunkline.controller.reports import BeamStep, GrammarReady, MoveOutcome, MovesDone, Probed, StepResult
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.kvstore.tier import TierKind

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trunkline.controller.config import ControllerConfig
-from trunkline.controller.messages import WorkerHello
+from trunkline.controller.reports import WorkerHello
 from trunkline.controller.service.membership import disagreement
 from trunkline.deploy.cli.serving import group, router, workers
 from trunkline.deploy.config.disk_folders import DiskFolders

@@ -25,13 +25,12 @@ from trunkline.controller.messages import (
     Ping,
     Prefetch,
     PromptLayout,
-    PromptLogprobs,
     RouterRequest,
     Submit,
     Told,
-    TopLogprobs,
     WentOn,
 )
+from trunkline.controller.reports import PromptLogprobs, TopLogprobs
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.router.messages import (
     PROTOCOL,

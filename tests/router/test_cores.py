@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router.harness import EOS, VOCAB_SIZE
 
-from trunkline.controller.messages import TopLogprobs
+from trunkline.controller.reports import TopLogprobs
 from trunkline.router.http.answers import TextEvents, event
 from trunkline.router.jobs.decoding import Decoding
 from trunkline.router.jobs.job import Job

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from router.fake_controller import FakeController, prompt_of
 from router.harness import VOCAB_SIZE, RunningRouter, wait_until
 
-from trunkline.controller.messages import Submit, TopLogprobs
+from trunkline.controller.messages import Submit
+from trunkline.controller.reports import TopLogprobs
 from trunkline.router.api import prompt_reports
 from trunkline.router.api.prompt_reports import vector_of
 from trunkline.router.errors import ApiError

@@ -19,7 +19,7 @@ from router.harness import ADMIN_KEY, RunningRouter, running, wait_until
 from seeds import seeds
 from simulation.hostile import altered
 
-from trunkline.controller.messages import PromptLogprobs, TopLogprobs
+from trunkline.controller.reports import PromptLogprobs, TopLogprobs
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.messages import (
     PROTOCOL,

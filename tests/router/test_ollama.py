@@ -12,7 +12,7 @@ from router.api_calls import BROKEN_CALL, CITY, TWO_CALLS, last_prompt, say
 from router.fake_controller import FakeController, prompt_of
 from router.harness import ANSWER, RunningRouter
 
-from trunkline.controller.messages import TopLogprobs
+from trunkline.controller.reports import TopLogprobs
 from trunkline.router.text.tokenizer import Tokenizer
 
 HI: Final = [{"role": "user", "content": "Hi"}]

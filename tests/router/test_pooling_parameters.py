@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from router.fake_controller import FakeController, prompt_of
 
-from trunkline.controller.messages import Submit, TopLogprobs
+from trunkline.controller.messages import Submit
+from trunkline.controller.reports import TopLogprobs
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.router.jobs.parameter_table import Endpoint
 from trunkline.router.jobs.pooling_models import EMBEDDINGS, RERANK, SCORE

@@ -14,7 +14,8 @@ from router.api_calls import payloads
 from router.fake_controller import FakeController, score_prompt
 from router.harness import ANSWER, EOS, MESSAGES
 
-from trunkline.controller.messages import PromptLogprobs, Submit
+from trunkline.controller.messages import Submit
+from trunkline.controller.reports import PromptLogprobs
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.api.answer_fields import join_prompt_logprobs
 from trunkline.router.text.tokenizer import Tokenizer

@@ -12,7 +12,8 @@ import pytest
 from router.fake_controller import FakeController, prompt_of
 from router.harness import RunningRouter
 
-from trunkline.controller.messages import Submit, TopLogprobs
+from trunkline.controller.messages import Submit
+from trunkline.controller.reports import TopLogprobs
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.router.text.chat_template import ChatRenderer
 from trunkline.router.text.embedding_files import Embedder

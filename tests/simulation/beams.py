@@ -12,7 +12,7 @@ import numpy as np
 from simulation.layout import Layout
 from simulation.model import VOCABULARY, log_probabilities
 
-from trunkline.controller.messages import BeamStep
+from trunkline.controller.reports import BeamStep
 from trunkline.kvstore.beams import assign_tails, choose_beams
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.worker.messages import BeamPosition, Sampling

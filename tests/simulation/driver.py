@@ -38,16 +38,8 @@ from trunkline.controller.engine.events import (
 )
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import (
-    GrammarReady,
-    Holder,
-    KeptChunks,
-    ModulesCall,
-    ModuleText,
-    PromptLogprobs,
-    StepResult,
-    Submit,
-)
+from trunkline.controller.messages import Holder, KeptChunks, ModulesCall, ModuleText, Submit
+from trunkline.controller.reports import GrammarReady, PromptLogprobs, StepResult
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.draft_source import DraftSource
 from trunkline.controller.sequences.sequence import Request

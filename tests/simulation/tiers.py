@@ -15,7 +15,7 @@ from random import Random
 from simulation.peers import Network
 from simulation.pool import Entry, SimulatedPool, chain_of
 
-from trunkline.controller.messages import MoveOutcome, MovesDone, Probed
+from trunkline.controller.reports import MoveOutcome, MovesDone, Probed
 from trunkline.kvstore.chunks import NAME_BYTES
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.messages import ForgetChunks, PeerAt, Probe, TierMove, TierOrder

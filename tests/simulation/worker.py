@@ -26,7 +26,7 @@ from simulation.model import (
 from simulation.pool import Entry
 from simulation.windowed_pool import WindowedPool
 
-from trunkline.controller.messages import BeamStep, PromptLogprobs, StepResult, TopLogprobs
+from trunkline.controller.reports import BeamStep, PromptLogprobs, StepResult, TopLogprobs
 from trunkline.kvstore.chunks import NAME_BYTES, pack_int32, unpack_int32
 from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Fork, Join, Sampling, StepPlan
 

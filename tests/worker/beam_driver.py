@@ -13,7 +13,8 @@ from worker.checkpoints import transformers_model
 from worker.driver import Driver
 from worker.ranks import Rank
 
-from trunkline.controller.messages import BeamSearch, BeamStep, StepResult
+from trunkline.controller.messages import BeamSearch
+from trunkline.controller.reports import BeamStep, StepResult
 from trunkline.controller.sequences.beam_search import BeamHistory, sample_seed
 from trunkline.kvstore.beams import choose_beams
 from trunkline.kvstore.chunks import blocks_for, pack_int32, unpack_int32

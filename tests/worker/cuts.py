@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from worker.driver import VOCAB_SIZE, Driver, dense_logprobs, run_config
 from worker.ranks import Rank
 
-from trunkline.controller.messages import PromptLogprobs, StepResult
+from trunkline.controller.reports import PromptLogprobs, StepResult
 from trunkline.kvstore.chunks import OPEN_COUNT, pack_int32, unpack_int32
 from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import Join, Sampling

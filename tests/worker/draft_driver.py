@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from worker.driver import Execute
 
-from trunkline.controller.messages import TopLogprobs
+from trunkline.controller.reports import TopLogprobs
 from trunkline.kvstore.chunks import blocks_for, pack_int32, unpack_int32
 from trunkline.worker.messages import Join, Sampling, StepPlan
 

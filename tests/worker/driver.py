@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from trunkline.controller.messages import StepResult, TopLogprobs
+from trunkline.controller.reports import StepResult, TopLogprobs
 from trunkline.kvstore.chunks import blocks_for, pack_int32, unpack_int32
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import Fork, Join, Sampling, StepPlan

@@ -11,7 +11,7 @@ from worker.driver import run_config
 from worker.ranks import Rank
 
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import StepResult
+from trunkline.controller.reports import StepResult
 from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import StepPlan
 from trunkline.worker.runner import Runner

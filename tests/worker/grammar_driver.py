@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from trunkline.controller.messages import GrammarReady
+from trunkline.controller.reports import GrammarReady
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.grammar.compiler import GrammarStore

@@ -19,7 +19,8 @@ from simulation.streams import Options, Stream
 from worker.driver import VOCAB_SIZE, run_config
 
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import BeamSearch, StepResult
+from trunkline.controller.messages import BeamSearch
+from trunkline.controller.reports import StepResult
 from trunkline.controller.sequences.sequence import Sequence
 from trunkline.kernels.library_attention import LibraryPrefill
 from trunkline.worker import loading

@@ -29,7 +29,8 @@ from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import CallTexts, EngineOutputs, Event, Ready
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import BeamSearch, ModulesCall, ModuleText, PromptLayout, StepResult, Submit
+from trunkline.controller.messages import BeamSearch, ModulesCall, ModuleText, PromptLayout, Submit
+from trunkline.controller.reports import StepResult
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.storage.persistence import Persistence
 from trunkline.kvstore.chunks import pack_int32, unpack_int32

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from worker.tier_driver import DEADLINE_S
 
-from trunkline.controller.messages import MoveOutcome, Probed
+from trunkline.controller.reports import MoveOutcome, Probed
 from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import KvPool
 from trunkline.kvstore.chunks import NAME_BYTES, pack_int32

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trunkline.controller.adapter_messages import AdapterReady
+from trunkline.controller.reports import AdapterReady
 from trunkline.worker.messages import LoadAdapter
 from trunkline.worker.model.adapter_experts import owners
 from trunkline.worker.model.adapters import CONFIG_FILE, RANK_MAX, WEIGHTS_FILE, adaptable

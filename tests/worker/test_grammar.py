@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from worker.grammar_driver import STOP, Grammars, V, allowed
 
-from trunkline.controller.messages import GrammarReady
+from trunkline.controller.reports import GrammarReady
 from trunkline.deploy.config.models import DEMO_FOLDER
 from trunkline.kernels.plan import WritePlan
 from trunkline.kvstore.chunks import pack_int32

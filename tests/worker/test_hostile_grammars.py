@@ -13,7 +13,7 @@ import pytest
 from worker.grammar_driver import Grammars, V, allowed
 from worker.tier_driver import wait_until
 
-from trunkline.controller.messages import GrammarReady
+from trunkline.controller.reports import GrammarReady
 from trunkline.deploy.config.models import DEMO_FOLDER
 from trunkline.worker.grammar.checks import prepare
 from trunkline.worker.grammar.compiler import GrammarStore, Line

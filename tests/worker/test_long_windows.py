@@ -17,7 +17,7 @@ from worker.driver import VOCAB_SIZE, run_config
 from worker.engine_driver import make_simulation, replay
 from worker.ranks import run_ranks
 
-from trunkline.controller.messages import StepResult
+from trunkline.controller.reports import StepResult
 from trunkline.kvstore.chunk_format import KV_DTYPES
 from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import StepPlan

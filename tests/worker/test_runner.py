@@ -11,7 +11,7 @@ import torch
 from worker.checkpoints import make_checkpoint, transformers_logits
 from worker.driver import VOCAB_SIZE, Driver, Stream, dense_logprobs, generate, run_config
 
-from trunkline.controller.messages import StepResult
+from trunkline.controller.reports import StepResult
 from trunkline.kvstore.chunks import OPEN_COUNT, Extent, pack_int32, unpack_int32
 from trunkline.worker.errors import PlanError, WorkerConfigError
 from trunkline.worker.loading import load_runner

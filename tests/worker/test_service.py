@@ -21,7 +21,7 @@ import zmq
 from worker.driver import run_config
 from worker.ranks import RankProcess, worker_process
 
-from trunkline.controller.messages import (
+from trunkline.controller.reports import (
     GrammarReady,
     LoadProgress,
     MovesDone,

@@ -17,7 +17,7 @@ import pytest
 from worker.driver import VOCAB_SIZE
 from worker.engine_driver import RealWorkers, make_simulation
 
-from trunkline.controller.messages import StepResult
+from trunkline.controller.reports import StepResult
 from trunkline.kernels import cpu_plans
 from trunkline.kernels.plan import WorkOptions
 from trunkline.kvstore.chunks import unpack_int32

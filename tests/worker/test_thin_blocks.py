@@ -25,7 +25,8 @@ from worker.thin_driver import (
     with_windows,
 )
 
-from trunkline.controller.messages import BeamSearch, StepResult
+from trunkline.controller.messages import BeamSearch
+from trunkline.controller.reports import StepResult
 from trunkline.worker.errors import WorkerConfigError
 from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import StepPlan

@@ -32,7 +32,7 @@ from worker.thin_driver import (
     with_windows,
 )
 
-from trunkline.controller.messages import StepResult
+from trunkline.controller.reports import StepResult
 from trunkline.controller.tiers.costs import StepCosts
 from trunkline.kvstore.chunks import unpack_int32
 from trunkline.kvstore.tier import TierKind

@@ -12,7 +12,7 @@ from worker.redis_server import RedisServer
 from worker.s3_server import S3Server
 from worker.tier_driver import DEADLINE_S, HeldKernels, Traveller, moves, wait_until
 
-from trunkline.controller.messages import MoveOutcome, Probed
+from trunkline.controller.reports import MoveOutcome, Probed
 from trunkline.kvstore.chunks import NAME_BYTES
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.config import WorkerConfig

@@ -16,7 +16,7 @@ from worker.checkpoints import Models
 from worker.driver import VOCAB_SIZE
 from worker.engine_driver import make_simulation
 
-from trunkline.controller.messages import StepResult
+from trunkline.controller.reports import StepResult
 from trunkline.kvstore.chunks import Int32Array
 from trunkline.worker.messages import StepPlan
 from trunkline.worker.runner import Runner

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 from worker.driver import VOCAB_SIZE, Driver, run_config
 
-from trunkline.controller.messages import StepResult
+from trunkline.controller.reports import StepResult
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
 from trunkline.worker.loading import load_runner

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from trunkline.controller.messages import PromptLogprobs, TopLogprobs
+from trunkline.controller.reports import PromptLogprobs, TopLogprobs
 
 PROTOCOL: Final = 2
 """Version of the messages between routers, controllers and workers. It grows when the other side would

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from trunkline.controller.messages import StepResult
+from trunkline.controller.reports import StepResult
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.batch.sequences import PENDING, BatchSequence
 from trunkline.worker.step_graphs import ReplayedStep, StepGraphs

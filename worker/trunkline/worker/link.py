@@ -16,7 +16,7 @@ import msgspec
 import structlog
 import zmq
 
-from trunkline.controller.messages import MoveOutcome, MovesDone, Probed, WorkerHello, WorkerReport
+from trunkline.controller.reports import MoveOutcome, MovesDone, Probed, WorkerHello, WorkerReport
 from trunkline.runtime.process import node_id
 from trunkline.runtime.wire_flags import NOBLOCK
 from trunkline.runtime.wire_keys import Role

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trunkline.controller.adapter_messages import AdapterReady
-from trunkline.controller.messages import GrammarReady, StepResult
+from trunkline.controller.reports import AdapterReady, GrammarReady, StepResult
 from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kernels.plan import PrefillPlan, WritePlan

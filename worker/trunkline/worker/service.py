@@ -26,7 +26,7 @@ import torch
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from trunkline.controller.messages import LoadProgress, WorkerFailed, WorkerReady
+from trunkline.controller.reports import LoadProgress, WorkerFailed, WorkerReady
 from trunkline.runtime.process import RareLog, report_status
 from trunkline.runtime.tracing import start as start_tracing
 from trunkline.runtime.wire_peer import HANDSHAKE_FAILED

@@ -24,7 +24,7 @@ import numpy as np
 
 from trunkline.controller.engine.events import EngineOutputs, Event, Ready
 from trunkline.controller.engine.requests import PLAIN_STEPS_PER_OBSERVATION, RequestTable
-from trunkline.controller.messages import StepResult
+from trunkline.controller.reports import StepResult
 from trunkline.controller.scheduling.row_blocks import slack_of
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.decode_rows import NO_ROWS

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkline.controller.engine.events import EngineOutputs
-from trunkline.controller.messages import TopLogprobs
+from trunkline.controller.reports import TopLogprobs
 from trunkline.controller.sequences.decode_rows import RowSet
 from trunkline.controller.sequences.plan_builder import InflightStep
 from trunkline.kvstore.chunks import Int32Array

@@ -48,7 +48,7 @@ from trunkline.controller.engine.step_results import ProtocolError, apply_step_r
 from trunkline.controller.engine.text_calls import call_texts
 from trunkline.controller.engine.validation import problem_of_request
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import GrammarReady, MovesDone, Probed, StepResult
+from trunkline.controller.reports import GrammarReady, MovesDone, Probed, StepResult
 from trunkline.controller.scheduling.admission import DEADLY
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.plan_builder import InflightStep, PlanBuilder, is_full

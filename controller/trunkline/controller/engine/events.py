@@ -21,7 +21,8 @@ import msgspec
 from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.engine.disk_chunks import DiskChange, StoredChunks
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import GrammarReady, ModulesCall, MovesDone, Probed, StepResult, TopLogprobs
+from trunkline.controller.messages import ModulesCall
+from trunkline.controller.reports import GrammarReady, MovesDone, Probed, StepResult, TopLogprobs
 from trunkline.controller.sequences.decode_rows import Int64Array
 from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import Request, SequenceGroup

@@ -6,7 +6,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
 
-from trunkline.controller.messages import Grammar, GrammarReady
+from trunkline.controller.messages import Grammar
+from trunkline.controller.reports import GrammarReady
 from trunkline.worker.messages import CompileGrammar, ForgetGrammar
 
 IDLE_MAX: Final = 64

@@ -18,7 +18,7 @@ from trunkline.controller.engine.recovery import RequestSnapshot, restore
 from trunkline.controller.engine.requests import RequestTable
 from trunkline.controller.engine.validation import problem_of_request
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import GrammarReady
+from trunkline.controller.reports import GrammarReady
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.sequence import Request, SequenceGroup
 from trunkline.controller.tiers.prefetch import Prefetcher

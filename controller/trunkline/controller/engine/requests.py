@@ -12,7 +12,7 @@ import msgspec
 
 from trunkline.controller.engine.events import EngineOutputs, Timelines
 from trunkline.controller.engine.grammar_book import GrammarBook
-from trunkline.controller.messages import PromptLogprobs, StepResult
+from trunkline.controller.reports import PromptLogprobs, StepResult
 from trunkline.controller.scheduling.admission import Quarantine
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.plan_builder import InflightStep

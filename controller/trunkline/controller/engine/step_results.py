@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from trunkline.controller.engine.drafted import drafts_tried, join_results, positions_of
 from trunkline.controller.engine.requests import RequestTable
-from trunkline.controller.messages import BeamStep, PromptLogprobs, StepResult, TopLogprobs
+from trunkline.controller.reports import BeamStep, PromptLogprobs, StepResult, TopLogprobs
 from trunkline.controller.scheduling.row_blocks import slack_of
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.decode_rows import BEAM, DecodeRows, RowSet

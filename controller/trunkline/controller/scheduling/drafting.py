@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from trunkline.controller.allocation.kv_manager import KVCacheManager
 from trunkline.controller.drafts.drafter import Drafter
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import StepResult
+from trunkline.controller.reports import StepResult
 from trunkline.controller.scheduling.fair_queue import FairQueue
 from trunkline.controller.sequences.decode_rows import BEAM, DecodeRows, RowSet
 from trunkline.controller.sequences.draft_source import DraftSource, Slots

@@ -21,7 +21,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkline.controller.messages import BeamSearch, BeamStep
+from trunkline.controller.messages import BeamSearch
+from trunkline.controller.reports import BeamStep
 from trunkline.kvstore.beams import candidate_count, choose_beams
 from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
 from trunkline.router.messages import FinishReason, Hypothesis

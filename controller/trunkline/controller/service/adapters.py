@@ -16,8 +16,9 @@ from typing import Final
 
 import structlog
 
-from trunkline.controller.adapter_messages import AdapterCall, AdapterReady
 from trunkline.controller.config import ADAPTERS_MAX
+from trunkline.controller.messages import AdapterCall
+from trunkline.controller.reports import AdapterReady
 from trunkline.kvstore.adapters import adapter_of
 from trunkline.router.messages import AdapterReply, LoadedAdapter
 from trunkline.worker.messages import LoadAdapter, UnloadAdapter

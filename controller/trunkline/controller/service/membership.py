@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final
 
-from trunkline.controller.messages import WorkerFailed, WorkerHello, WorkerReady
+from trunkline.controller.reports import WorkerFailed, WorkerHello, WorkerReady
 from trunkline.worker.messages import member_topic, rank_topic
 
 LEAVE_WITHIN_S: Final = 2.0

@@ -21,7 +21,6 @@ import msgspec
 import structlog
 import zmq
 
-from trunkline.controller.adapter_messages import AdapterCall
 from trunkline.controller.config import ControllerConfig
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import (
@@ -46,6 +45,7 @@ from trunkline.controller.engine.validation import (
 from trunkline.controller.engine_config import ConfigError
 from trunkline.controller.messages import (
     Abort,
+    AdapterCall,
     DescribeTree,
     EventsCall,
     FlushCache,
@@ -56,11 +56,11 @@ from trunkline.controller.messages import (
     Ping,
     Prefetch,
     RouterRequest,
-    StepResult,
     Submit,
     Told,
     WentOn,
 )
+from trunkline.controller.reports import StepResult
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.service.membership import GroupLostError
 from trunkline.controller.service.offers import LIVE

@@ -18,10 +18,11 @@ import msgspec
 import structlog
 import zmq
 
-from trunkline.controller.adapter_messages import AdapterCall, AdapterReady
 from trunkline.controller.config import ControllerConfig
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import (
+from trunkline.controller.messages import AdapterCall
+from trunkline.controller.reports import (
+    AdapterReady,
     EngineReport,
     GrammarReady,
     LoadProgress,

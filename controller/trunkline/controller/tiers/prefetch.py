@@ -16,7 +16,8 @@ from trunkline.controller.allocation.prefix_match import expected_chunks
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.cache.reader_cache import ReaderCache
-from trunkline.controller.messages import Holder, Probed
+from trunkline.controller.messages import Holder
+from trunkline.controller.reports import Probed
 from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
 from trunkline.controller.tiers.fetching import PROBE_PATIENCE_S, Fetching
 from trunkline.controller.tiers.holders import Holders, KnownPath

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import Node
-from trunkline.controller.messages import MovesDone, Probed
+from trunkline.controller.reports import MovesDone, Probed
 from trunkline.kvstore.chunks import ChunkName
 from trunkline.kvstore.tier import TierKind
 from trunkline.kvstore.tier_moves import Move, MoveStatus

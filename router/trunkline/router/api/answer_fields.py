@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from trunkline.controller.messages import PromptLogprobs
+from trunkline.controller.reports import PromptLogprobs
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.api.responses import (
     CachedTokens,

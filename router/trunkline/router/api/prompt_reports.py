@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
-from trunkline.controller.messages import TopLogprobs
+from trunkline.controller.reports import TopLogprobs
 from trunkline.router.api.answer_fields import usage_of
 from trunkline.router.api.prompt_batch import PromptBatch
 from trunkline.router.api.prompting import of_tenant

@@ -19,7 +19,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trunkline.controller.messages import TopLogprobs
+from trunkline.controller.reports import TopLogprobs
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.router.api.answer_fields import cache_use
 from trunkline.router.api.loop_budget import LoopBudget

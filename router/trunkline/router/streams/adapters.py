@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from trunkline.controller.adapter_messages import AdapterCall
+from trunkline.controller.messages import AdapterCall
 from trunkline.router.errors import ApiError
 from trunkline.router.messages import AdapterReply
 from trunkline.router.streams.link import Answer, ControllerLink

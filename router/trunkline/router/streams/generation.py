@@ -19,7 +19,8 @@ from typing import Final, Literal
 import msgspec
 import numpy as np
 
-from trunkline.controller.messages import ENDED_CHARACTERS_MAX, PromptLogprobs, TopLogprobs
+from trunkline.controller.messages import ENDED_CHARACTERS_MAX
+from trunkline.controller.reports import PromptLogprobs, TopLogprobs
 from trunkline.router.errors import ApiError, unavailable
 from trunkline.router.jobs.job import Job
 from trunkline.router.messages import FinishReason, Hypothesis, Started

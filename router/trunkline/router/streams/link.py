@@ -25,9 +25,9 @@ import numpy as np
 import structlog
 import zmq
 
-from trunkline.controller.adapter_messages import AdapterCall
 from trunkline.controller.messages import (
     Abort,
+    AdapterCall,
     DescribeTree,
     EventsCall,
     FlushCache,

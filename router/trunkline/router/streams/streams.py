@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from trunkline.controller.messages import PromptLogprobs, Submit, Told, TopLogprobs
+from trunkline.controller.messages import Submit, Told
+from trunkline.controller.reports import PromptLogprobs, TopLogprobs
 from trunkline.router.errors import ApiError, overloaded, unavailable
 from trunkline.router.jobs.job import Job
 from trunkline.router.messages import BeamsFound, Finished, FinishReason, Hypothesis, PromptScored, Started

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
 import structlog
 
-from trunkline.controller.messages import GrammarReady
+from trunkline.controller.reports import GrammarReady
 from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
 from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.errors import PlanError

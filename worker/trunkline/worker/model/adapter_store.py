@@ -9,7 +9,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from trunkline.controller.adapter_messages import AdapterReady
+from trunkline.controller.reports import AdapterReady
 from trunkline.kernels.adapters import AdapterLayers
 from trunkline.kernels.ops import Kernels
 from trunkline.worker.errors import AdapterError

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trunkline.controller.messages import BeamStep
+from trunkline.controller.reports import BeamStep
 from trunkline.kvstore.beams import assign_tails, choose_beams
 from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
 from trunkline.worker.batch.batch import ForwardBatch

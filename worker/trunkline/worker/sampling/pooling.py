@@ -8,7 +8,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from trunkline.controller.messages import TopLogprobs
+from trunkline.controller.reports import TopLogprobs
 from trunkline.worker.batch.batch import PooledPiece
 
 

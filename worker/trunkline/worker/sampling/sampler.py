@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trunkline.controller.messages import TopLogprobs
+from trunkline.controller.reports import TopLogprobs
 from trunkline.kernels.reference_sampling import ReferenceSampling
 from trunkline.kernels.reference_sampling import first_argmax as first_argmax
 from trunkline.kernels.sampling import Biases, Draws, LogitEdits, Masks, Penalties, SamplingOps

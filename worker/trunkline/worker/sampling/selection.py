@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trunkline.controller.messages import BeamStep, PromptLogprobs, TopLogprobs
+from trunkline.controller.reports import BeamStep, PromptLogprobs, TopLogprobs
 from trunkline.kvstore.chunks import Int32Array
 from trunkline.worker.batch.batch import ForwardBatch
 from trunkline.worker.batch.draft_rows import NO_GUESS, accepted

@@ -26,7 +26,7 @@ import zmq
 from numpy.typing import NDArray
 from zmq.utils.monitor import parse_monitor_message
 
-from trunkline.controller.messages import MoveOutcome
+from trunkline.controller.reports import MoveOutcome
 from trunkline.kvstore.shards import HeadShard, Piece, ShardError
 from trunkline.runtime.process import node_id
 from trunkline.runtime.wire_keys import Role, WireKeysError

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from trunkline.controller.messages import MoveOutcome, Probed
+from trunkline.controller.reports import MoveOutcome, Probed
 from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, SlotId
 from trunkline.kvstore.shards import HeadShard
 from trunkline.kvstore.tier import SharedTier, SlotKey, Tier, TierKind
