@@ -6,7 +6,13 @@ docs/protocol.md. What routers ask for is in `messages.py`.
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
+
+TEXT_CHARACTERS_MAX: Final = 4096
+"""Largest number of characters of a text in a report, but for a failure's reason. A controller takes a longer one
+for nonsense, and gives the workers up."""
 
 
 class TopLogprobs(msgspec.Struct, array_like=True, frozen=True):
@@ -184,7 +190,7 @@ class AdapterReady(msgspec.Struct, array_like=True, frozen=True, tag="adapter_re
     key: bytes = b""
     """Key of the adapter: it depends on its name and the content of its files."""
     problem: str = ""
-    """Why it cannot be used; "": it can."""
+    """Why it cannot be used, in `TEXT_CHARACTERS_MAX` characters at most; "": it can."""
 
 
 class WorkerFailed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):

@@ -22,6 +22,7 @@ from trunkline.controller.config import ControllerConfig
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import AdapterCall
 from trunkline.controller.reports import (
+    TEXT_CHARACTERS_MAX,
     AdapterReady,
     EngineReport,
     GrammarReady,
@@ -78,7 +79,6 @@ _BYTES_MAX: Final = 1 << 48
 """Largest number of bytes in a report: totals of them are kept, and sent as 64-bit numbers."""
 _US_MAX: Final = 1 << 42
 """Largest number of microseconds in a report: seven weeks."""
-_TEXT_MAX: Final = 4096
 _RESULT_RANGES: Final = {
     "elapsed_us": _US_MAX,
     "plan_copies": 1,
@@ -394,7 +394,7 @@ def _problem_of_rank(rank: int, ranks: int) -> str:
 
 
 def _too_long(text: str) -> str:
-    return f"a name has {len(text)} characters" if len(text) > _TEXT_MAX else ""
+    return f"a name has {len(text)} characters" if len(text) > TEXT_CHARACTERS_MAX else ""
 
 
 def _out_of_range(report: StepResult | WorkerReady, ranges: dict[str, int]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from trunkline.controller.reports import AdapterReady
+from trunkline.controller.reports import TEXT_CHARACTERS_MAX, AdapterReady
 from trunkline.kernels.adapters import AdapterLayers
 from trunkline.kernels.ops import Kernels
 from trunkline.worker.errors import AdapterError
@@ -84,9 +84,11 @@ class AdapterStore:
         try:
             key, layers = done.result()
         except AdapterError as error:
-            return AdapterReady(rank, ticket, problem=str(error))
-        except (MemoryError, RuntimeError) as error:  # torch's, for want of memory
-            return AdapterReady(rank, ticket, problem=f"adapter {name!r} cannot be loaded: {error}")
+            return AdapterReady(rank, ticket, problem=str(error)[:TEXT_CHARACTERS_MAX])
+        except Exception as error:  # whatever its files make of torch or of us: the rank goes on without it
+            log.error("an adapter could not be loaded", name=name, error=str(error), exc_info=True)
+            problem = f"adapter {name!r} cannot be loaded: {type(error).__name__}: {error}"
+            return AdapterReady(rank, ticket, problem=problem[:TEXT_CHARACTERS_MAX])
         self._take(key, layers)
         self.keys.add(key)
         log.info("adapter loaded", name=name, layers=len(layers))
