@@ -92,7 +92,7 @@ def test_layouts_that_cannot_be(wrong: PromptLayout, own: int, words_of_it: str)
         ({"ttl": -1.0}, "ttl"),
         ({"texts": [A, text([], 4)]}, "text 1: it is empty"),
         ({"texts": [A] * 65_537}, "65537 texts"),
-        ({"holder": "x" * 2049}, "holder has 2049 characters"),
+        ({"pin_name": "x" * 2049}, "pin_name has 2049 characters"),
     ],
 )
 def test_calls_that_cannot_be(change: dict[str, Any], words_of_it: str) -> None:

@@ -53,10 +53,10 @@ def test_a_schema_is_encoded_before_anybody_asks_for_it(simulation: Simulation) 
 
 
 def test_a_call_about_nothing(simulation: Simulation) -> None:
-    assert call(simulation, "encode", [], holder="x").status == "ok"
+    assert call(simulation, "encode", [], pin_name="x").status == "ok"
     assert simulation.scheduler.encoding.calls.begin_again() == []
     assert call(simulation, "look", []).tiers == b""
-    assert call(simulation, "unpin", [], holder="nobody").status == "ok"
+    assert call(simulation, "unpin", [], pin_name="nobody").status == "ok"
     simulation.cancel_call(12345)
     assert simulation.engine.is_idle
 
@@ -77,7 +77,7 @@ def test_requests_that_come_during_a_long_call_do_not_wait_for_its_end(simulatio
 def test_a_cancelled_call_encodes_no_more() -> None:
     simulation = Simulation(replace(ROOMY, token_budget=13))
     texts = [text(words(100, 60), 0), text(words(200, 30), 60, parent=0), text(words(300, 30), 0)]
-    ticket = simulation.modules_call("encode", texts, holder="schema")
+    ticket = simulation.modules_call("encode", texts, pin_name="schema")
     request = submit(simulation, texts[:1], [(60, 1)])
     simulation.step()
     simulation.cancel_call(ticket)
@@ -92,11 +92,11 @@ def test_a_cancelled_call_encodes_no_more() -> None:
 
 def test_what_is_pinned_on_the_device_stays_there() -> None:
     simulation = Simulation(replace(ROOMY, num_blocks=24))
-    call(simulation, "encode", SCHEMA, holder="schema")
+    call(simulation, "encode", SCHEMA, pin_name="schema")
     for _ in range(3):
         others(simulation, 14)
     assert tiers_in(call(simulation, "look", SCHEMA)) == [0] * 4
-    call(simulation, "unpin", [], holder="schema")
+    call(simulation, "unpin", [], pin_name="schema")
     for _ in range(3):
         others(simulation, 20)
     assert tiers_in(call(simulation, "look", SCHEMA)) == [-1] * 4
@@ -104,13 +104,13 @@ def test_what_is_pinned_on_the_device_stays_there() -> None:
 
 def test_pins_on_the_device_are_limited_and_give_way_when_nothing_else_goes() -> None:
     simulation = Simulation(replace(ROOMY, num_blocks=24))
-    assert call(simulation, "encode", SCHEMA, holder="a").status == "ok"
+    assert call(simulation, "encode", SCHEMA, pin_name="a").status == "ok"
     second = [text(words(100, 16), 0)]
-    reply = call(simulation, "encode", second, holder="b")
+    reply = call(simulation, "encode", second, pin_name="b")
     assert reply.status == "quota"
     assert "4 chunks" in reply.detail
     assert tiers_in(reply) == [0], "it is there all the same"
-    assert call(simulation, "encode", SCHEMA[:2], holder="c").status == "ok", (
+    assert call(simulation, "encode", SCHEMA[:2], pin_name="c").status == "ok", (
         "what is pinned already costs nothing"
     )
     others(simulation, 24)
@@ -120,7 +120,7 @@ def test_pins_on_the_device_are_limited_and_give_way_when_nothing_else_goes() ->
 
 def test_a_row_that_grows_is_not_starved_by_pins() -> None:
     simulation = Simulation(replace(ROOMY, num_blocks=16))
-    call(simulation, "encode", [text(words(0, 32), 0)], holder="a")
+    call(simulation, "encode", [text(words(0, 32), 0)], pin_name="a")
     request = simulation.submit(words(100, 10), 50)
     simulation.finish(500)
     assert len(simulation.streams[request].output) == 50
@@ -129,19 +129,19 @@ def test_a_row_that_grows_is_not_starved_by_pins() -> None:
 
 def test_what_is_pinned_under_a_name_replaces_what_was() -> None:
     simulation = Simulation(replace(ROOMY, num_blocks=24))
-    call(simulation, "encode", SCHEMA, holder="schema")
-    call(simulation, "encode", SCHEMA[:1], holder="schema")
+    call(simulation, "encode", SCHEMA, pin_name="schema")
+    call(simulation, "encode", SCHEMA[:1], pin_name="schema")
     assert len(simulation.scheduler.encoding.held) == 3
-    call(simulation, "unpin", [], holder="schema")
+    call(simulation, "unpin", [], pin_name="schema")
     assert not simulation.scheduler.encoding.held
-    call(simulation, "unpin", [], holder="schema")
+    call(simulation, "unpin", [], pin_name="schema")
 
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_what_is_pinned_stays_in_some_tier(remote: bool) -> None:
     config = replace(TIERED, num_blocks=24, host_slots=16, disk_slots=40, remote=remote)
     simulation = simulate(config)
-    assert call(simulation, "encode", SCHEMA, holder="schema").status == "ok"
+    assert call(simulation, "encode", SCHEMA, pin_name="schema").status == "ok"
     settle(simulation)
     for _ in range(12):
         others(simulation, 20)
@@ -149,7 +149,7 @@ def test_what_is_pinned_stays_in_some_tier(remote: bool) -> None:
     assert -1 not in tiers_in(call(simulation, "look", SCHEMA))
     stream = ask(simulation, [SCHEMA[0], SCHEMA[2]], [(22, 1)])
     assert stream.cached_tokens == 22
-    simulation.modules_call("unpin", [], holder="schema")
+    simulation.modules_call("unpin", [], pin_name="schema")
     settle(simulation)
     assert simulation.tree.tiers.pinned_count == 0
 
@@ -159,20 +159,20 @@ def test_a_second_host_pin_beyond_the_quota_is_refused() -> None:
     statuses = []
     for i in range(8):
         texts = [text(words(100 * i, 12), 0)]
-        statuses.append(call(simulation, "encode", texts, holder=f"schema {i}").status)
+        statuses.append(call(simulation, "encode", texts, pin_name=f"schema {i}").status)
         settle(simulation)
     assert statuses[0] == "ok"
     assert statuses[-1] == "quota"
     for i in range(8):
-        simulation.modules_call("unpin", [], holder=f"schema {i}")
+        simulation.modules_call("unpin", [], pin_name=f"schema {i}")
     settle(simulation)
     assert simulation.tree.tiers.pinned_count == 0
 
 
 def pin(
-    simulation: Simulation, sources: list[ModuleText], holder: str, tenant: str = "a", pins: float = 0.25
+    simulation: Simulation, sources: list[ModuleText], pin_name: str, tenant: str = "a", pins: float = 0.25
 ) -> ModulesReply:
-    return call(simulation, "encode", sources, holder=holder, tenant=tenant, pins=pins)
+    return call(simulation, "encode", sources, pin_name=pin_name, tenant=tenant, pins=pins)
 
 
 @pytest.mark.parametrize("config", [replace(ROOMY, num_blocks=48), replace(TIERED, host_slots=16, disk_slots=48)])
@@ -185,7 +185,7 @@ def test_a_tenants_pins_have_a_part_of_the_room(config: EngineConfig) -> None:
     assert pin(simulation, SCHEMA[:1], "a 3").status == "ok", "they are pinned already"
     assert pin(simulation, other, "b 1", "b").status == "ok"
     assert pin(simulation, other, "any", "").status == "ok"
-    call(simulation, "unpin", [], holder="a 1")
+    call(simulation, "unpin", [], pin_name="a 1")
     assert pin(simulation, other, "a 2").status == "ok"
     assert pin(simulation, [text(words(200, 4), 0)], "a 1").status == "ok"
     none = pin(simulation, [text(words(300, 1), 0)], "c", "c", 0.0)
@@ -203,7 +203,7 @@ def test_no_tenant_pins_more_than_its_part(seed: int) -> None:
         tenant, name = rng.choice(list(parts)), str(rng.randrange(4))
         texts = sorted(rng.sample(range(6), rng.randint(1, 3)))
         if rng.random() < 0.3:
-            call(simulation, "unpin", [], holder=f"{tenant} {name}")
+            call(simulation, "unpin", [], pin_name=f"{tenant} {name}")
             pinned[tenant].pop(name, None)
             continue
         sources = [text(words(100 * number, 8), 0) for number in texts]
@@ -226,7 +226,7 @@ def test_what_only_a_deleted_schema_has_is_gone_from_every_tier(place: TierKind 
     simulation = simulate(TIERED)
     other = [SCHEMA[0], text([*words(20, 4), 99], 10, parent=0)]  # shares a text and a chunk
     call(simulation, "encode", SCHEMA)
-    call(simulation, "encode", other, holder="other")
+    call(simulation, "encode", other, pin_name="other")
     if place is not None:
         sink(simulation, place)
     settle(simulation)
@@ -234,7 +234,7 @@ def test_what_only_a_deleted_schema_has_is_gone_from_every_tier(place: TierKind 
     settle(simulation)
     assert tiers_in(call(simulation, "look", SCHEMA))[1:] == [-1] * 3
     assert -1 not in tiers_in(call(simulation, "look", other)), "pinned by another schema"
-    call(simulation, "unpin", [], holder="other")
+    call(simulation, "unpin", [], pin_name="other")
     call(simulation, "forget", other)
     settle(simulation)
     assert not simulation.tree.node_count
@@ -349,11 +349,11 @@ def test_a_ticket_that_is_used_twice_is_refused() -> None:
 def test_what_was_pinned_beyond_its_time_goes_when_it_is_not_any_more(config: EngineConfig) -> None:
     simulation = Simulation(config)
     texts = [text(words(0, 30), 0)]
-    call(simulation, "encode", texts, holder="schema", ttl=5.0)
+    call(simulation, "encode", texts, pin_name="schema", ttl=5.0)
     simulation.now += 50.0
     simulation.plan()
     assert tiers_in(call(simulation, "look", texts)) == [0]
-    call(simulation, "unpin", [], holder="schema")
+    call(simulation, "unpin", [], pin_name="schema")
     simulation.now += 50.0
     simulation.plan()
     assert tiers_in(call(simulation, "look", texts)) == [-1]
@@ -361,7 +361,7 @@ def test_what_was_pinned_beyond_its_time_goes_when_it_is_not_any_more(config: En
 
 def test_a_schema_that_cannot_stay_whole_is_not_pinned() -> None:
     simulation = Simulation(replace(ROOMY, num_blocks=24))
-    reply = call(simulation, "encode", [text(words(100 * i, 32), 0) for i in range(4)], holder="schema")
+    reply = call(simulation, "encode", [text(words(100 * i, 32), 0) for i in range(4)], pin_name="schema")
     assert reply.status == "quota"
     assert "no room" in reply.detail
     assert not simulation.scheduler.encoding.held

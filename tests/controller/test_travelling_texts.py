@@ -144,7 +144,7 @@ def test_a_call_pulls_what_it_would_encode() -> None:
     pair = Pair()
     ask(pair.giver, TEXTS, RUNS)
     settle(pair.giver)
-    ticket = pair.taker.modules_call("encode", TEXTS, holder="schema")
+    ticket = pair.taker.modules_call("encode", TEXTS, pin_name="schema")
     pair.taker.run()
     reply = pair.taker.replies[ticket]
     assert (reply.status, reply.computed_tokens) == ("ok", 0)

@@ -222,8 +222,8 @@ SCHEMA = [text(words(0, 10), 0), text(words(20, 7), 10, parent=0)]
 
 def test_what_was_pinned_is_pinned_again() -> None:
     simulation = Simulation(ROOMY)
-    assert call(simulation, "encode", SCHEMA, holder="schema/a").status == "ok"
-    assert call(simulation, "encode", [text(words(60, 9), 0)], holder="schema/b").status == "ok"
+    assert call(simulation, "encode", SCHEMA, pin_name="schema/a").status == "ok"
+    assert call(simulation, "encode", [text(words(60, 9), 0)], pin_name="schema/b").status == "ok"
     calls = simulation.engine.scheduler.encoding.calls
     assert calls.pinned_count == 3 + 2 + 3
     simulation.lose_workers()
@@ -239,10 +239,10 @@ def test_what_was_pinned_is_pinned_again() -> None:
 
 def test_a_later_pin_replaces_the_one_that_comes_back() -> None:
     simulation = Simulation(ROOMY)
-    call(simulation, "encode", SCHEMA, holder="schema/a")
+    call(simulation, "encode", SCHEMA, pin_name="schema/a")
     simulation.lose_workers()
     other = [text(words(60, 9), 0)]
-    ticket = simulation.modules_call("encode", other, holder="schema/a")
+    ticket = simulation.modules_call("encode", other, pin_name="schema/a")
     simulation.replace_workers()
     simulation.run()
     assert simulation.replies[ticket].status == "ok"

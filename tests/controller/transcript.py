@@ -138,10 +138,10 @@ class Transcript:
             case "encode":
                 said = pairs(rest[1:])
                 texts = [text(numbers(said["text"]), int(said.get("at", 0)))]
-                call = ModulesCall(int(rest[0]), "encode", texts, holder=said.get("holder", ""))
+                call = ModulesCall(int(rest[0]), "encode", texts, pin_name=said.get("pin", ""))
                 return CallTexts(call.ticket, call)
             case "unpin":
-                call = ModulesCall(int(rest[0]), "unpin", holder=rest[1])
+                call = ModulesCall(int(rest[0]), "unpin", pin_name=rest[1])
                 return CallTexts(call.ticket, call)
             case "workers-lost":
                 return WorkersLost(self.engine.epoch + 1)

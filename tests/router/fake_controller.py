@@ -150,7 +150,7 @@ class FakeModules:
     texts: set[tuple[bytes, bytes]] = field(default_factory=set)
     """Salt and tokens."""
     pins: dict[str, int] = field(default_factory=dict)
-    """Texts by holder."""
+    """Texts by pin name."""
     status: str = "ok"
     """What becomes of an "encode"."""
     detail: str = ""
@@ -168,12 +168,12 @@ class FakeModules:
             if self.status in ("ok", "quota"):
                 computed = sum(len(text.tokens) // 4 for text in missing)
                 self.texts |= {(call.salt, text.tokens) for text in missing}
-            if call.holder and self.status == "ok":
-                self.pins[call.holder] = len(call.texts)
+            if call.pin_name and self.status == "ok":
+                self.pins[call.pin_name] = len(call.texts)
         elif call.op == "forget":
             self.texts -= {(call.salt, text.tokens) for text in call.texts}
         elif call.op == "unpin":
-            self.pins.pop(call.holder, None)
+            self.pins.pop(call.pin_name, None)
         elif call.op == "cancel":
             return ModulesReply(seq, call.ticket, "cancelled")
         there = [(call.salt, text.tokens) in self.texts for text in call.texts]

@@ -355,5 +355,5 @@ def test_controllers_are_told_whose_pins_they_are(place: Path, tokenizer: Tokeni
                 body = {"pml": TRIP, "pin": True}
                 assert http.post("/v1/schemas", json=body).status_code == 201
         calls = [call for call in fake.behaviour.modules.calls if call.op == "encode"]
-        told = {call.tenant: (call.pins, bool(call.holder)) for call in calls}
+        told = {call.tenant: (call.pins, bool(call.pin_name)) for call in calls}
         assert told == {"acme": (0.25, True), "other": (1.0, True)}

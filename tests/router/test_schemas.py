@@ -68,7 +68,7 @@ def test_a_schema_is_computed_once(http: httpx.Client, fake: FakeController, tok
     total = sum(module["tokens"] for module in modules.values())
     assert made["usage"] == {"tokens": total, "computed_tokens": total, "bytes": 4000}
     [call] = encodes(fake)
-    assert (call.salt, call.holder, call.ttl) == (b"", "", 0)
+    assert (call.salt, call.pin_name, call.ttl) == (b"", "", 0)
     assert [text.parent for text in call.texts] == [-1, 0, 0, 0]
     again = post(http)
     assert (again["version"], again["usage"]["computed_tokens"]) == (2, 0)
@@ -126,7 +126,7 @@ def test_lists(http: httpx.Client, fake: FakeController) -> None:
 def test_pins(http: httpx.Client, fake: FakeController) -> None:
     post(http, pin=True, ttl=60)
     [call] = encodes(fake)
-    assert (call.holder, call.ttl) == ("schema//trip", 60)
+    assert (call.pin_name, call.ttl) == ("schema//trip", 60)
     assert fake.behaviour.modules.pins == {"schema//trip": 4}
     for ttl, expires in ((600, 600), (0, None)):
         told = http.patch("/v1/schemas/trip", json={"ttl": ttl}).json()
@@ -356,7 +356,7 @@ def test_a_client_that_leaves_ends_the_work(
     fake.behaviour.modules.hold = False
     assert look(http)["status"] == "cold"
     assert complete(http).status_code == 200
-    assert encodes(fake)[-1].holder == "schema//trip", "its first use sets the pin that was not"
+    assert encodes(fake)[-1].pin_name == "schema//trip", "its first use sets the pin that was not"
 
 
 def test_pins_are_set_again_over_a_new_connection(
@@ -376,7 +376,7 @@ def test_pins_are_set_again_over_a_new_connection(
     wait_until(lambda: link.connections > connections and link.ready)
     assert complete(http).status_code == 200
     assert complete(http).status_code == 200
-    assert [call.holder for call in encodes(fake)] == ["schema//trip"] * 2
+    assert [call.pin_name for call in encodes(fake)] == ["schema//trip"] * 2
     assert fake.behaviour.modules.pins == {"schema//trip": 4}
 
 

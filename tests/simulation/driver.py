@@ -53,7 +53,7 @@ class CallOptions(TypedDict, total=False):
     """What a call about texts may have besides them."""
 
     salt: bytes
-    holder: str
+    pin_name: str
     ttl: float
     relocate: bool
     tenant: str
@@ -194,8 +194,8 @@ class Simulation:
     def flush_cache(self) -> None:
         self.receive(DropCache())
 
-    def unpin(self, holder: str) -> None:
-        self.replies.pop(self.modules_call("unpin", [], holder=holder))
+    def unpin(self, pin_name: str) -> None:
+        self.replies.pop(self.modules_call("unpin", [], pin_name=pin_name))
 
     def expect(self, request: Request) -> tuple[int, int]:
         """Announce a request; return the tokens of it that are known, and those that have to be fetched."""

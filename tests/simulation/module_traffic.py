@@ -12,7 +12,7 @@ from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import ModuleText, PromptLayout
 from trunkline.kvstore.chunks import blocks_for, unpack_int32
 
-HOLDERS: Final = ("schema 1", "schema 2")
+PIN_NAMES: Final = ("schema 1", "schema 2")
 TIERS_MAX: Final = 3
 
 
@@ -65,7 +65,7 @@ class ModuleCallers:
     @property
     def pinned_tokens_max(self) -> int:
         """That are computed again if all that is pinned is lost."""
-        return len(HOLDERS) * self._simulation.engine.config.max_context * TIERS_MAX if self.texts_asked else 0
+        return len(PIN_NAMES) * self._simulation.engine.config.max_context * TIERS_MAX if self.texts_asked else 0
 
     def act(self) -> None:
         """Ask something, or look at an answer."""
@@ -74,15 +74,15 @@ class ModuleCallers:
         op = rng.choice(["encode", "encode", "look", "unpin", "cancel"])
         salt, relocate = rng.choice([b"", b"", b"tenant"]), rng.random() < 0.7
         if op == "encode":
-            holder, ttl = rng.choice(["", *HOLDERS]), rng.choice([0.0, 0.0, 5.0])
-            options = CallOptions(salt=salt, holder=holder, ttl=ttl, relocate=relocate)
+            pin_name, ttl = rng.choice(["", *PIN_NAMES]), rng.choice([0.0, 0.0, 5.0])
+            options = CallOptions(salt=salt, pin_name=pin_name, ttl=ttl, relocate=relocate)
             self._ask(simulation.modules_call(op, texts, **options), texts)
             self.texts_asked += len(texts)
             self.needed_tokens += sum(len(text.tokens) // 4 for text in texts)
         elif op == "look":
             self._ask(simulation.modules_call(op, texts, salt=salt, relocate=relocate), texts)
         elif op == "unpin":
-            simulation.unpin(rng.choice(HOLDERS))
+            simulation.unpin(rng.choice(PIN_NAMES))
         elif self._asked:
             simulation.cancel_call(rng.choice(list(self._asked)))
         self._check()
@@ -108,7 +108,7 @@ class ModuleCallers:
 
     def end(self) -> None:
         """Nothing is pinned any more, and all calls have been answered."""
-        for holder in HOLDERS:
-            self._simulation.unpin(holder)
+        for pin_name in PIN_NAMES:
+            self._simulation.unpin(pin_name)
         self._check()
         assert not self._asked, "a call was not answered"

@@ -161,11 +161,13 @@ class ModuleGroup(TieredLoop):
         self.run()
         return answer
 
-    def call(self, op: str, texts: Sequence[ModuleText], holder: str = "") -> ModulesReply:
+    def call(self, op: str, texts: Sequence[ModuleText], pin_name: str = "") -> ModulesReply:
         """What a call about texts is answered."""
         ticket = self._next_id
         self._next_id += 1
-        self.receive(CallTexts(ticket, ModulesCall(ticket, op, list(texts), holder=holder)), time.perf_counter())
+        self.receive(
+            CallTexts(ticket, ModulesCall(ticket, op, list(texts), pin_name=pin_name)), time.perf_counter()
+        )
         self.run()
         reply = self.replies.pop()
         assert reply.ticket == ticket

@@ -414,7 +414,7 @@ def test_pinned_texts_stay_while_others_need_the_room(bench: Bench) -> None:
     """On a device with nothing below it."""
     group = bench.serve({"num_blocks": 40})
     schema = compile_schema(SCHEMA.format(appended="", scaffold=""))
-    assert group.call("encode", pml.texts_message(schema), holder="guide").status == "ok"
+    assert group.call("encode", pml.texts_message(schema), pin_name="guide").status == "ok"
     encoded = group.engine.counters.encoded_texts
     rng = np.random.default_rng(5)
     for _ in range(6):

@@ -242,7 +242,7 @@ class ModulesCall(msgspec.Struct, array_like=True, frozen=True, tag="modules"):
     texts: list[ModuleText] = []
     """The texts. A text's parent comes before it; `seen` is not looked at."""
     salt: bytes = b""
-    holder: str = ""
+    pin_name: str = ""
     """Name for pins, of the router's choice. encode: pin the texts under this name instead of those that were
     pinned under it before, so that they stay in some tier; "": pin nothing. unpin: end the pins under this name.
     Pins are kept in memory: they end with the process, too."""

@@ -175,7 +175,7 @@ class KVCacheManager:
     def _hold_match(self, found: PrefixMatch) -> None:
         """Keep the chunks of a match from being evicted while a sequence is admitted."""
         stem, match = found
-        for node in stem.pins:
+        for node in stem.ends:
             self.tree.hold(node)
         self.tree.hold(found.anchor, len(match.path) - stem.behind)
         if match.partial is not None:
@@ -186,7 +186,7 @@ class KVCacheManager:
         stem, match = found
         if match.partial is not None:
             self.tree.release(match.partial, now, 1)
-        for node in stem.pins:
+        for node in stem.ends:
             self.tree.release(node, now)
         self.tree.release(found.anchor, now, len(match.path) - stem.behind)
 
@@ -328,7 +328,7 @@ class KVCacheManager:
         if tail is not None:
             child.private.append(tail)
         child.cached_tokens, child.computed = parent.cached_tokens, parent.computed
-        for node in child.stem.pins:
+        for node in child.stem.ends:
             self.tree.hold(node)
         self.tree.hold(child.anchor, child.read_chunks)
 
@@ -430,7 +430,7 @@ class KVCacheManager:
                 sequence.claim = self.tree.claim(sequence.stem.used(sequence.path) + tail)
         for block in sequence.private + sequence.tails:
             self.pool.release(block)
-        for node in sequence.stem.pins:
+        for node in sequence.stem.ends:
             self.tree.release(node, now)
         self.tree.release(sequence.anchor, now, sequence.read_chunks)
         sequence.path, sequence.private, sequence.tails = [], [], []

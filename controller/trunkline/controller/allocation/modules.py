@@ -160,7 +160,7 @@ def match_modules(
         None if a text, or a part of one, is missing.
     """
     path: list[Node] = []
-    pins: list[Node] = []
+    ends: list[Node] = []
     extents: list[Extent] = []
     for part in prompt.parts:
         text = prompt.texts[part.text]
@@ -174,7 +174,7 @@ def match_modules(
             entry, first = divmod(start, tree.chunk_size)
             extents.append(Extent(len(path) + entry, first, end - start, found.base + start, shift))
         path += found.nodes
-        pins.append(found.nodes[-1])
+        ends.append(found.nodes[-1])
     if prompt.target >= 0:
         root = tree.text_root(prompt.name, prompt.texts[prompt.target].position)
         base = tree.base_position(root)
@@ -185,7 +185,7 @@ def match_modules(
         match, _ = whole_part(tree, sequence, match)
     match.path = path + match.path
     extents += _own_extents(prompt, len(path), base, tree.chunk_size)
-    return PrefixMatch(Stem(root, len(path), tuple(pins), root.name, tuple(extents)), match)
+    return PrefixMatch(Stem(root, len(path), tuple(ends), root.name, tuple(extents)), match)
 
 
 def _root_of(node: Node) -> Node:

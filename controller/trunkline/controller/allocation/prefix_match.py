@@ -231,7 +231,7 @@ def match_behind_cut(
     """
     cut, size = group_cut.cut, tree.chunk_bytes
     path: list[Node] = []
-    pins: list[Node] = []
+    ends: list[Node] = []
     last = len(cut.segments) - 1
     for number, segment in enumerate(cut.segments[:last]):
         count = segment.stop - segment.start
@@ -246,14 +246,14 @@ def match_behind_cut(
             tree.prune_root(root)
             return None
         path += match.path
-        pins.append(match.path[-1])
+        ends.append(match.path[-1])
     root = segment_root(tree, sequence, group_cut, last, step)
     match = tree.match(root, sequence.tokens.to_bytes(cut.table_start * tree.chunk_size, stop), step)
     match.path = path + match.path
     if match.pending is None and _tokens(tree, match) < cut.closed_end:
         tree.prune_root(root)
         return None
-    return PrefixMatch(Stem(root, len(path), tuple(pins), root.name), match)
+    return PrefixMatch(Stem(root, len(path), tuple(ends), root.name), match)
 
 
 def segment_root(tree: RadixCache, sequence: Sequence, cut: CutPrompt, number: int, step: int) -> Node:

@@ -102,7 +102,7 @@ def _check_blocks(pool: BlockPool, tree: RadixCache, running: list[Sequence]) ->
 
 
 def _check_tree(tree: RadixCache, running: list[Sequence], held: Iterable[Node]) -> None:
-    holders = Counter(id(node) for sequence in running for node in (*sequence.stem.pins, sequence.anchor))
+    holders = Counter(id(node) for sequence in running for node in (*sequence.stem.ends, sequence.anchor))
     holders.update(id(node) for node in held)
     if isinstance(tree, ReaderCache):
         _check_readers(tree, running, held)
@@ -128,7 +128,7 @@ def _check_readers(tree: RadixCache, running: list[Sequence], held: Iterable[Nod
     readers: Counter[int] = Counter()
     for sequence in running:
         readers.update(id(node) for node in sequence.path[max(sequence.stem.base, sequence.stem.behind) :])
-    for end in [*(pin for sequence in running for pin in sequence.stem.pins), *held]:
+    for end in [*(end for sequence in running for end in sequence.stem.ends), *held]:
         node: Node | None = end
         while node is not None and node.parent is not None:
             readers[id(node)] += 1
@@ -154,7 +154,7 @@ def _check_thin(tree: ThinCache, running: list[Sequence]) -> None:
 
 def _check_path(sequence: Sequence) -> None:
     """Check that a sequence's path is connected in each of its trees."""
-    stem, ends = sequence.stem, list(sequence.stem.pins)
+    stem, ends = sequence.stem, list(sequence.stem.ends)
     parent: Node | None = None
     for index, node in enumerate(sequence.path):
         if index == stem.base:

@@ -24,7 +24,7 @@ def call_texts(
             scheduler.leave_jobs(cancelled, now)
         return
     if call.op == "unpin":
-        calls.unpin(call.holder, now)
+        calls.unpin(call.pin_name, now)
         calls.done.append(ModulesReply(0, call_id, "ok"))
         return
     if problem := problem_of_texts(call.texts, config):

@@ -52,8 +52,8 @@ OPERATIONS: Final = ("encode", "look", "forget", "unpin", "cancel")
 _PAIR_BYTES: Final = 8
 NUMBER_BITS: Final = 32
 """Number of bits of a router's request numbers."""
-HOLDER_CHARACTERS_MAX: Final = 2048
-"""Largest length of the name under which texts are pinned (`ModulesCall.holder`)."""
+PIN_NAME_CHARACTERS_MAX: Final = 2048
+"""Largest length of the name under which texts are pinned (`ModulesCall.pin_name`)."""
 HOLDERS_MAX: Final = 64
 """Largest number of peers' runs of chunks that a request names."""
 RANKS_MAX: Final = 1024
@@ -257,8 +257,8 @@ def problem_of_call(call: ModulesCall, vocab_size: int) -> str:
         return f"operation {call.op!r} is unknown; known are {', '.join(OPERATIONS)}"
     if not 0.0 <= call.ttl < math.inf:
         return f"ttl is {call.ttl}; it is a time in seconds"
-    if len(call.holder) > HOLDER_CHARACTERS_MAX:
-        return f"holder has {len(call.holder)} characters; at most {HOLDER_CHARACTERS_MAX} are allowed"
+    if len(call.pin_name) > PIN_NAME_CHARACTERS_MAX:
+        return f"pin_name has {len(call.pin_name)} characters; at most {PIN_NAME_CHARACTERS_MAX} are allowed"
     if len(call.tenant.encode()) > TENANT_BYTES_MAX:
         return f"tenant has {len(call.tenant.encode())} bytes; at most {TENANT_BYTES_MAX} are allowed"
     if not 0.0 <= call.pins <= 1.0:

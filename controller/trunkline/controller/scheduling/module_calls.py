@@ -41,7 +41,7 @@ class TextsCall:
     salt: bytes
     moves: RelocationRule
     encodes: bool
-    holder: str = ""
+    pin_name: str = ""
     ttl: float = 0.0
     forgets: bool = False
     tenant: str = ""
@@ -60,8 +60,8 @@ class TextsCall:
         """Return a router's call. `positions_shift`: whether the model's KV can be read at other positions."""
         moves = RelocationRule.of(positions_shift, call.relocate)
         encodes, forgets = call.op == "encode", call.op == "forget"
-        holder, ttl = (call.holder, call.ttl) if encodes else ("", 0.0)
-        return cls(call_id, call.texts, call.salt, moves, encodes, holder, ttl, forgets, call.tenant, call.pins)
+        pin_name, ttl = (call.pin_name, call.ttl) if encodes else ("", 0.0)
+        return cls(call_id, call.texts, call.salt, moves, encodes, pin_name, ttl, forgets, call.tenant, call.pins)
 
 
 class ModuleCalls:
@@ -75,9 +75,9 @@ class ModuleCalls:
         """Number of texts that may still be named or searched for before the next plan."""
         self._calls: dict[int, TextsCall] = {}
         self._pinned: dict[str, list[Node]] = {}
-        """The pinned chunks, by the holder of the pin."""
+        """The pinned chunks, by the name of the pin."""
         self._pinned_by: dict[str, TextsCall] = {}
-        """The call that made a pin, by the holder of the pin."""
+        """The call that made a pin, by the name of the pin."""
         self.done: list[ModulesReply] = []
         self._forgotten: list[ChunkName] = []
 
@@ -109,18 +109,18 @@ class ModuleCalls:
             detail = "a call with this ticket has not been answered yet"
             self.done.append(ModulesReply(0, call.id, "failed", detail))
             return
-        if call.holder:
-            self._pin_no_more(call.holder)
+        if call.pin_name:
+            self._pin_no_more(call.pin_name)
         self._calls[call.id] = call
         if not call.encodes:
             self._left = TEXTS_PER_STEP
             self._name(call, step, now, None)
             self._look(call, step, now)
 
-    def _pin_no_more(self, holder: str) -> None:
-        """Do not pin texts again for a holder, because it was unpinned or another call replaces it."""
-        for call in [call for call in self._calls.values() if call.id < 0 and call.holder == holder]:
-            call.holder = ""
+    def _pin_no_more(self, pin_name: str) -> None:
+        """Do not pin texts again under a name, because it was unpinned or another call replaces it."""
+        for call in [call for call in self._calls.values() if call.id < 0 and call.pin_name == pin_name]:
+            call.pin_name = ""
             if not call.texts:  # otherwise it ends with its jobs
                 del self._calls[call.id]
 
@@ -133,8 +133,8 @@ class ModuleCalls:
 
         The returned calls refer to nothing of the old tree.
         """
-        replaced = {call.holder for call in self._calls.values()}
-        wanted = [call for holder, call in self._pinned_by.items() if holder not in replaced]
+        replaced = {call.pin_name for call in self._calls.values()}
+        wanted = [call for pin_name, call in self._pinned_by.items() if pin_name not in replaced]
         wanted = [_unbegun(call, -number) for number, call in enumerate(wanted, start=1)]
         for call in self._calls.values():
             wanted.append(_unbegun(call, call.id if call.id >= 0 else -len(wanted) - 1))
@@ -203,7 +203,7 @@ class ModuleCalls:
             call.tiers.append(max((int(place) for place in places if place is not None), default=-1))
             if call.encodes:
                 self._tree.keep(nodes, now, self._ttl(call))  # another call may have set a shorter time
-            if call.holder:
+            if call.pin_name:
                 call.chunks.update(dict.fromkeys(nodes))
         if len(call.tiers) == len(call.sources):
             del self._calls[call.id]
@@ -234,16 +234,16 @@ class ModuleCalls:
 
     def _finish(self, call: TextsCall, now: float) -> None:
         status, detail = "ok", ""
-        if call.holder:
+        if call.pin_name:
             nodes = [node for node in call.chunks if not node.is_forgotten and (node.on_device or node.is_stored)]
-            self._release(call.holder, now)
+            self._release(call.pin_name, now)
             if -1 in call.tiers:
                 status, detail = "quota", "there is no room for all of its texts at once, so none is pinned"
             elif detail := self._beyond_share(call, nodes):
                 status = "quota"
-            elif self._pin(call.holder, nodes):
+            elif self._pin(call.pin_name, nodes):
                 if nodes:  # without, the room for pins would not limit the number of holders
-                    self._pinned_by[call.holder] = _unbegun(call, call.id)
+                    self._pinned_by[call.pin_name] = _unbegun(call, call.id)
             else:
                 status = "quota"
                 detail = f"{len(nodes)} chunks would be pinned; this group pins {self._room()} more at most"
@@ -266,13 +266,13 @@ class ModuleCalls:
     def _beyond_share(self, call: TextsCall, nodes: list[Node]) -> str:
         """Return why a call's chunks do not fit into its tenant's part of the pins; "": they do.
 
-        A chunk that other holders of the tenant have pinned counts once; one that another tenant has pinned, too,
+        A chunk that the tenant has pinned under other names counts once; one that another tenant has pinned, too,
         counts for both.
         """
         if call.pins >= 1.0:
             return ""
-        holders = [holder for holder, other in self._pinned_by.items() if other.tenant == call.tenant]
-        own = {id(node) for holder in holders for node in self._pinned[holder]}
+        names = [name for name, other in self._pinned_by.items() if other.tenant == call.tenant]
+        own = {id(node) for name in names for node in self._pinned[name]}
         count, most = len(own | {id(node) for node in nodes}), int(call.pins * self._pins_max)
         if count <= most:
             return ""
@@ -283,7 +283,7 @@ class ModuleCalls:
         held = {id(node) for node in self.held}
         return sum(id(node) not in held for node in nodes)
 
-    def _pin(self, holder: str, nodes: list[Node]) -> bool:
+    def _pin(self, pin_name: str, nodes: list[Node]) -> bool:
         if not nodes:
             return True
         if self._on_device:
@@ -294,20 +294,20 @@ class ModuleCalls:
                 self._tree.hold(node)
         elif not self._tree.tiers.pin(nodes):
             return False
-        self._pinned[holder] = nodes
+        self._pinned[pin_name] = nodes
         return True
 
-    def unpin(self, holder: str, now: float) -> None:
-        """Unpin a holder's chunks, now and when an open call is done. An unknown holder does nothing."""
-        self._pin_no_more(holder)
+    def unpin(self, pin_name: str, now: float) -> None:
+        """Unpin the chunks with this pin name, now and when an open call is done. An unknown name does nothing."""
+        self._pin_no_more(pin_name)
         for call in self._calls.values():
-            if call.holder == holder:
-                call.holder = ""
-        self._release(holder, now)
+            if call.pin_name == pin_name:
+                call.pin_name = ""
+        self._release(pin_name, now)
 
-    def _release(self, holder: str, now: float) -> None:
-        nodes = self._pinned.pop(holder, [])
-        self._pinned_by.pop(holder, None)
+    def _release(self, pin_name: str, now: float) -> None:
+        nodes = self._pinned.pop(pin_name, [])
+        self._pinned_by.pop(pin_name, None)
         if not self._on_device:
             self._tree.tiers.unpin([node for node in nodes if not node.is_forgotten])
             return

@@ -149,7 +149,7 @@ class Stem(NamedTuple):
     """Root of the tree in which the sequence's last chunks are, and new ones will be."""
     base: int = 0
     """Number of the sequence's first chunks that are in other trees."""
-    pins: tuple[Node, ...] = ()
+    ends: tuple[Node, ...] = ()
     """The sequence's last chunk in each of the other trees: holding it keeps the chunks before it."""
     marker: bytes = b""
     """Name of what the sequence sees, if that is not its whole history (a cut, modules); else empty."""

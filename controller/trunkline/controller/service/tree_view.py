@@ -135,7 +135,7 @@ class TreeWalk:
             users[node] += count
 
         for sequence in self._running:
-            for node in {*sequence.stem.pins, sequence.anchor}:
+            for node in {*sequence.stem.ends, sequence.anchor}:
                 if node.parent is not None:
                     add(node, 1)
         while deepest:

@@ -129,7 +129,7 @@ def is_schema(key: RecordKey) -> bool:
     return key.kind.split(":")[0] == _KIND
 
 
-def holder_of(key: RecordKey) -> str:
+def pin_name_of(key: RecordKey) -> str:
     """Return the name under which a schema's modules are pinned. No kind and no schema's name has a slash."""
     return "/".join(key)
 

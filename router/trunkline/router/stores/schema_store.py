@@ -46,9 +46,9 @@ from trunkline.router.stores.schema_records import (
     change_of,
     definition_of,
     delete_old,
-    holder_of,
     is_schema,
     key_of,
+    pin_name_of,
     store_errors,
     take_over,
     unpack,
@@ -399,9 +399,9 @@ class SchemaStore:
     def _encode_call(self, home: ControllerLink, schema: StoredSchema) -> Callable[[int], ModulesCall]:
         definition, owner = schema.definition, schema.record.key.owner
         texts = self._texts_for(home, schema.ready.texts, schema.salt, definition.relocate)
-        holder, salt, pins = schema.key if definition.pin else "", schema.salt, self._pins_of(owner)
+        pin_name, salt, pins = schema.key if definition.pin else "", schema.salt, self._pins_of(owner)
         return lambda ticket: ModulesCall(
-            *(ticket, "encode", texts, salt, holder, definition.ttl, definition.relocate),
+            *(ticket, "encode", texts, salt, pin_name, definition.ttl, definition.relocate),
             tenant=owner,
             pins=pins,
         )
@@ -431,7 +431,7 @@ def pml_error(error: pml.PmlError, param: str) -> ApiError:
 
 
 def _unpin_call(key: RecordKey) -> Callable[[int], ModulesCall]:
-    return lambda ticket: ModulesCall(ticket, "unpin", holder=holder_of(key))
+    return lambda ticket: ModulesCall(ticket, "unpin", pin_name=pin_name_of(key))
 
 
 def _contended(name: str) -> ApiError:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from trunkline.controller.messages import ModuleText, PromptLayout
 from trunkline.kvstore.records import Record
 from trunkline.router import pml
-from trunkline.router.stores.schema_records import Definition, holder_of
+from trunkline.router.stores.schema_records import Definition, pin_name_of
 from trunkline.router.streams.link import ControllerLink
 
 OFF_LOOP_CHARACTERS: Final = 16 << 10
@@ -59,8 +59,8 @@ class StoredSchema:
 
     @property
     def key(self) -> str:
-        """Key that determines the schema's home controller and names the holder of its pins."""
-        return holder_of(self.record.key)
+        """Key that determines the schema's home controller and names its pins."""
+        return pin_name_of(self.record.key)
 
     @property
     def compiled(self) -> pml.CompiledSchema:
