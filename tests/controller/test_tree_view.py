@@ -77,7 +77,7 @@ def users_of(engine: Engine) -> Counter[Node]:
     users: Counter[Node] = Counter()
     for sequence in engine.scheduler.running():
         held = set()
-        for end in {*sequence.stem.pins, sequence.anchor}:
+        for end in {*sequence.stem.ends, sequence.anchor}:
             node: Node | None = end
             while node is not None and node.parent is not None:
                 held.add(node)

@@ -27,7 +27,7 @@ def refused(path: str) -> AdapterReady:
     try:
         store.load(LoadAdapter(1, "mine", path, 64))
         assert store.is_loading
-        wait_for(lambda: bool(found.extend(store.poll()) or found))
+        wait_for(lambda: found.__iadd__(store.poll()))
         assert not store.is_loading
         assert (taken, store.keys) == ([], set())
     finally:
