@@ -215,6 +215,27 @@ def test_nothing_is_computed_for_who_leaves_with_requests_pipelined(tmp_path: Pa
     assert len(fake.behaviour.submits) == 1
 
 
+@pytest.mark.parametrize("waiting", [0, 1, 2])
+def test_no_error_is_written_into_an_answer_that_is_on_its_way(
+    tmp_path: Path, tokenizer: Tokenizer, waiting: int
+) -> None:
+    """`waiting`: requests between the one that is answered and the one that is none."""
+    body = json.dumps({"prompt": "x", "max_tokens": 120, "stream": True, "ignore_eos": True}).encode()
+    whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with running(tmp_path, tokenizer) as (router, [fake]), connect(router) as connection:
+        fake.behaviour.script = lambda submit: [6] * 120
+        fake.behaviour.seconds_per_token = 0.1
+        connection.sendall(whole)
+        answer = connection.recv(65536)
+        connection.sendall(waiting * whole + b"no request\r\n\r\n")
+        while part := connection.recv(65536):
+            answer += part
+        assert answer.startswith(b"HTTP/1.1 200 OK")
+        assert answer.count(b"HTTP/1.1") == 1
+        wait_until(lambda: ended(router) == {"499": 1})
+    assert len(fake.behaviour.submits) == 1
+
+
 def ended(router: RunningRouter) -> dict[str, int]:
     """Completions that are over, by status."""
     samples = [sample for family in router.service.metrics.requests.collect() for sample in family.samples]

@@ -279,7 +279,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_refused = True
         if self.transport.is_closing():
             return
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+        cycles = (*(self._earlier or ()), self.cycle) if self.cycle is not None else ()
+        if any(cycle.response_started and not cycle.response_complete for cycle in cycles):
             self.transport.close()  # the client would take the error for a part of the answer that it is reading
             return
         error: dict[str, Any] = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
