@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from seeds import seeds
 
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.kvstore.native_names import library
 from trunkline.router.errors import ApiError
 from trunkline.router.http.body import parse_json_object
@@ -33,6 +34,8 @@ OTHERS = (
     b'{"prompt": [-1, 5]}',
     b'{"prompt": [2147483648]}',
     b'{"prompt": [99999999999999999999999999]}',
+    b'{"prompt": [4294967297, 2]}',  # 1 in 32 bits
+    b'{"prompt": [18446744073709551617, 2]}',  # 1 in 64 bits
     b'{"prompt": {"schema": "s", "ids": [1]}}',
     b'{"metadata": {"prompt": [1, 2]}}',
     b'{"metadata": {"prompt": [1, 2]}, "prompt": [3]}',
@@ -50,6 +53,8 @@ BROKEN = (
     b'{"prompt": [1,, 2]}',
     b'{"prompt": [1 2]}',
     b'{"prompt": [01]}',
+    b'{"prompt": [00]}',
+    b'{"prompt": [1,\x0c2]}',
     b'{"prompt": [1,]}',
     b'{"prompt": [,1]}',
     b'{"prompt": [1 /* */, 2]}',
@@ -72,6 +77,7 @@ def outcome(parse: Any, body: bytes) -> Any:
 def test_ids_are_read_into_an_array(body: bytes) -> None:
     fields = parse_body(body)
     assert type(fields["prompt"]) is TokenIds
+    assert fields["prompt"].packed == pack_int32(parse_json_object(body)["prompt"])
     assert fields == parse_json_object(body)
     assert list(fields) == list(parse_json_object(body))
 

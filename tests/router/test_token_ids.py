@@ -40,6 +40,7 @@ def test_given_ids() -> None:
     """A client's ids are checked in one pass; what is no int32 stays a list, and is named as the first bad id."""
     ids = TokenIds.given([3, 0, 7])
     assert isinstance(ids, TokenIds)
+    assert ids.packed == pack_int32([3, 0, 7])
     assert (ids.are_below(8), ids.are_below(7)) == (True, False)
     assert TokenIds(np.array([], np.int32)).are_below(1)
     check_ids(ids, 8, "prompt")
