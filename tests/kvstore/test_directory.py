@@ -29,9 +29,19 @@ def test_a_slot_that_the_plan_reads_or_writes_is_not_written_in_it() -> None:
     assert bench.directory.save(b, 6) is not None
     bench.directory.load(b, 7)
     assert bench.directory.save(c, 7, forced=True) is None
+    assert where(a, b) == "hh", "no copy is dropped in vain"
     taken = bench.directory.save(c, 8, forced=True)
     assert taken is not None
     assert taken[1] == 2, "the slot's second use"
+    bench = Bench(1, 4, write_behind=True)
+    (a,), (b,) = bench.path("a"), bench.path("b")
+    assert bench.save(a)
+    assert bench.settle() == [">a0"]
+    bench.directory.load(a, 7)
+    assert bench.directory.save(b, 7) is None
+    assert where(a, b) == "b-"
+    assert bench.directory.save(b, 8) is not None
+    assert where(a, b) == "dh"
 
 
 def test_with_tiers_below_an_only_copy_is_given_up_only_if_forced() -> None:
@@ -74,6 +84,53 @@ def test_a_copy_on_the_device_counts_until_it_is_gone_if_nothing_is_below() -> N
     a.place(on_device=False)
     bench.directory.left_device(a)
     assert not bench.save(b)
+
+
+@pytest.mark.parametrize("policy", [EvictionPolicy.LOOK_AHEAD, EvictionPolicy.FIFO])
+@pytest.mark.parametrize("disk", [0, 4])
+def test_a_save_goes_below_a_floor_only_if_it_is_forced_and_nothing_else_is_left(
+    disk: int, policy: EvictionPolicy
+) -> None:
+    bench = Bench(2, disk, policy=policy, write_behind=True, host_free=0)
+    (a,), (b,), (c,), (d,) = (bench.path(name) for name in "abcd")
+    account = bench.directory.shares.account("owner", 0.5, 1.0)
+    assert account is not None
+    bench.directory.own([a], account)
+    assert bench.save(a, b)
+    bench.settle()
+    assert bench.save(c, forced=True)
+    assert a.host_ready, "b makes room, though a was used before it"
+    assert bench.directory.claim(c)
+    assert not bench.save(d)
+    assert bench.save(d, forced=True)
+    assert where(a, c, d) == ("d" if disk else "-") + "hh"
+
+
+def test_what_the_next_request_reads_makes_room_only_if_forced() -> None:
+    bench = Bench(1, 4, write_behind=True)
+    (a,), (b,) = bench.path("a"), bench.path("b")
+    assert bench.save(a)
+    assert bench.settle() == [">a0"]
+    bench.directory.want(1, (1.0,), [a])
+    assert not bench.save(b)
+    assert where(a, b) == "b-"
+    assert bench.save(b, forced=True)
+    assert where(a, b) == "dh"
+
+
+def test_a_save_takes_the_room_of_the_chunk_above_only_if_that_is_on_disk_too() -> None:
+    """A chunk is found only if the one above it is."""
+    bench = Bench(1, 4)
+    above, below = bench.path("a", 2)
+    assert bench.save(above)
+    assert not bench.save(below, forced=True)
+    assert where(above, below) == "h-"
+    bench = Bench(1, 4, write_behind=True)
+    above, below = bench.path("a", 2)
+    assert bench.save(above)
+    assert bench.settle() == [">a0"]
+    assert bench.save(below)
+    assert where(above, below) == "dh"
 
 
 def test_claimed_copies_stay_and_no_more_are_claimed_than_there_are_slots() -> None:
