@@ -108,6 +108,9 @@ class Group:
         self.chosen = random.Random(seed)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.service = ControllerService(self.config)
+        self.poller = zmq.Poller()
+        for readable in (self.service.group.plans, self.service.group.reports, self.service.routers.socket):
+            self.poller.register(readable, zmq.POLLIN)
         self.report = self.socket(zmq.PUSH, self.config.report_endpoint)
         self.hostile = self.socket(zmq.DEALER, self.config.router_endpoint)
         self.friend = self.socket(zmq.DEALER, self.config.router_endpoint)
@@ -164,8 +167,7 @@ class Group:
         if wait_ms:
             self.service.group.plans.poll(wait_ms // 2)
             self.service.group.reports.poll(wait_ms // 2)
-        service = self.service
-        service._turn({service.group.plans, service.group.reports, service.routers.socket})
+        self.service._turn({readable for readable, _ in self.poller.poll(0)})
         for rank, socket in enumerate(self.ranks):
             while socket.poll(wait_ms):
                 self._obey(rank, msgspec.msgpack.decode(socket.recv_multipart()[-1], type=WorkerMessage | Leave))

@@ -7,6 +7,7 @@ trusted for what they mean, not for being right: another version, or a bug, must
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from trunkline.controller.reports import (
     LoadProgress,
     MoveOutcome,
     MovesDone,
+    Ping,
     Probed,
     PromptLogprobs,
     StepResult,
@@ -37,6 +39,7 @@ from trunkline.controller.reports import (
 )
 from trunkline.controller.service.workers import BLOCKS_MAX, problem_of_report
 from trunkline.kvstore.chunks import pack_int32
+from trunkline.worker.messages import Sampling
 
 pytestmark = pytest.mark.processes
 
@@ -79,6 +82,28 @@ def test_a_router_that_talks_nonsense_harms_nobody(group: Group) -> None:
     index = group.service.persistence.index
     assert index is not None
     assert index.flush(), index.problem
+
+
+@pytest.mark.parametrize("group", range(1), indirect=True)
+def test_a_router_that_is_given_up_in_a_turn_of_another_one_has_no_requests_behind_it(group: Group) -> None:
+    """A turn that has only what routers say plans first, and sees who is gone behind that."""
+    service, engine = group.service, group.service.engine
+    assert engine is not None
+    group.result_of = lambda result: None  # its request runs until it is aborted
+    group.send(group.hostile, Submit(1, pack_int32([3, 1, 4]), 3, 8, Sampling(seed=1)))
+    for _ in range(1000):
+        group.turn(wait_ms=1)
+        if engine.requests():
+            break
+    assert engine.requests()
+    service.config = msgspec.structs.replace(service.config, router_silence_seconds_max=1e8)
+    for router in service.routers._by_index.values():
+        router.last_heard = float("-inf")
+    service._deadlines.look = math.inf
+    group.send(group.friend, Ping(0))
+    assert service.routers.socket.poll(10_000)
+    service._turn({service.routers.socket})
+    assert not engine.requests()
 
 
 def reports(group: Group) -> list[msgspec.Struct]:
