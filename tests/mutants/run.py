@@ -52,6 +52,8 @@ AREAS: Final = {
 SOURCES: Final = {"deploy": ("deploy/trunkline", "runtime"), "chart": ("deploy/helm",)}
 """Folders with the sources of a part, where it is not the folder with the part's name."""
 SUFFIXES: Final = frozenset((".py", ".cc", ".h", ".tpl", ".yaml", ".json", ".js"))
+LIBRARIES: Final = {"_native": "kernels", "_names": "kvstore"}
+"""The native libraries, each with the part that has it beside its modules."""
 SETS: Final = {"fast": "none", "whole": "all"}
 """The areas (`tests/areas.py`) whose tests a set of tests has besides those of no area."""
 STAGE_SECONDS_MAX: Final = 3600
@@ -213,6 +215,13 @@ def stale_hints(checkout: Path = CHECKOUT) -> list[str]:
 # -- the copy
 
 
+def library_of(path: Path) -> str | None:
+    """Return the native library that a file is compiled into; None: it is compiled into none."""
+    if path.suffix not in (".cc", ".h"):
+        return None
+    return "_names" if "names" in path.parts else "_native"
+
+
 class Copy:
     """A copy of a checkout, with an environment in which `trunkline` is imported from it."""
 
@@ -221,10 +230,11 @@ class Copy:
         self.python = self.root / ".venv/bin/python"
         self._copy_files(checkout)
         self._make_environment()
-        native = next(Path(sysconfig.get_path("purelib")).glob("trunkline/kernels/_native.so"), None)
-        self.library = self.root / "kernels/trunkline/kernels/_native.so"
-        if native is not None:
-            shutil.copy2(native, self.library)
+        for library, folder in LIBRARIES.items():
+            built = Path(sysconfig.get_path("purelib")) / "trunkline" / folder / f"{library}.so"
+            if built.exists():
+                self._place(library).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(built, self._place(library))
 
     def _copy_files(self, checkout: Path) -> None:
         """The files as they lie there, and the history, which some tests ask for."""
@@ -276,17 +286,18 @@ class Copy:
     def changed(self, fit: Fit) -> Iterator[None]:
         """Let the copy have a fault for a while."""
         path = self.root / fit.path
+        library = library_of(fit.path)
         before = path.read_text("utf-8")
         self._write(path, fit.text)
         try:
             self.check_imports(fit.path)
-            if path.suffix in (".cc", ".h"):
-                self._build()
+            if library is not None:
+                self._build(library)
             yield
         finally:
             self._write(path, before)
-            if path.suffix in (".cc", ".h"):
-                self._build()
+            if library is not None:
+                self._build(library)
 
     @staticmethod
     def _write(path: Path, text: str) -> None:
@@ -294,14 +305,18 @@ class Copy:
         if path.suffix == ".py":  # its time and size may be those of the compiled file
             Path(cache_from_source(str(path))).unlink(missing_ok=True)
 
-    def _build(self) -> None:
-        """Compile the native library of the copy, as the package's build does; only what has changed."""
+    def _build(self, library: str) -> None:
+        """Compile a native library of the copy, as the package's build does; only what has changed."""
         folder, cmake = self.root / "build/mutant", Path(sysconfig.get_path("scripts")) / "cmake"
         configure = (cmake, "-S", self.root, "-B", folder, f"-DPython_EXECUTABLE={sys.executable}")
-        for command in (configure, (cmake, "--build", folder, "-j", "2")):
+        for command in (configure, (cmake, "--build", folder, "-j", "2", "--target", library)):
             subprocess.run(("nice", *command), check=True, stdout=subprocess.DEVNULL)
-        self.library.unlink(missing_ok=True)  # a process may still have the old one mapped
-        shutil.copy2(folder / "_native.so", self.library)
+        place = self._place(library)
+        place.unlink(missing_ok=True)  # a process may still have the old one mapped
+        shutil.copy2(folder / place.name, place)
+
+    def _place(self, library: str) -> Path:
+        return self.root / LIBRARIES[library] / "trunkline" / LIBRARIES[library] / f"{library}.so"
 
     def run_tests(self, arguments: Sequence[str], tests: str) -> tuple[int, str]:
         """Run pytest in the copy on a set of tests; return its exit status (5: no test was found) and output."""
