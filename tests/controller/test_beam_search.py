@@ -6,10 +6,13 @@ import msgspec
 import pytest
 from simulation.driver import Simulation
 from simulation.oracle import beam_search
+from simulation.streams import Stream
 
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import BeamSearch
-from trunkline.kvstore.chunks import blocks_for
+from trunkline.controller.messages import BeamSearch, Submit
+from trunkline.controller.sequences.sequence import Request
+from trunkline.kvstore.chunks import blocks_for, pack_int32
+from trunkline.worker.messages import Sampling
 
 SMALL = EngineConfig(num_blocks=96, chunk_size=4, max_context=96, token_budget=24, max_rows=16)
 STOPS = tuple(range(0, 50, 7))
@@ -75,3 +78,13 @@ def test_an_absurd_length_penalty_harms_nobody(penalty: float) -> None:
     simulation.run()
     assert simulation.streams[1].hypotheses
     assert simulation.streams[2].reason == "length"
+
+
+def test_a_search_that_another_controller_began_starts_again() -> None:
+    """The tokens that come with it are of beams whose state is lost."""
+    simulation, beam = Simulation(SMALL), BeamSearch(3)
+    prompt = [1, 2, 3, 4, 5, 6]
+    submit = Submit(1, pack_int32([*prompt, 7, 8]), len(prompt), 12, Sampling(), beam=beam, n=3)
+    simulation.streams[1] = Stream(prompt, 0, 12, (), 3, beam)
+    simulation.receive(Request.of(1, submit))
+    simulation.finish()

@@ -12,6 +12,7 @@ from simulation.streams import Stream, verify
 
 from trunkline.controller.allocation.kv_manager import Admission
 from trunkline.controller.engine.engine import Engine
+from trunkline.controller.engine.events import AbortRequest
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import Submit
 from trunkline.controller.reports import StepResult, TopLogprobs
@@ -150,6 +151,24 @@ def test_impossible_results_are_refused(change: dict[str, Any]) -> None:
     ready = engine.step([msgspec.structs.replace(result, **change)], 0.0)
     assert ready.problem
     assert ready.plan is None
+
+
+@pytest.mark.parametrize("gone", [{1}, {3}, {2, 4}])
+def test_log_probabilities_stay_with_their_rows_if_others_have_gone(gone: set[int]) -> None:
+    engine = Engine(SMALL)
+    engine.step([Request.of(i, Submit(i, pack_int32([i]), 1, 9, Sampling(logprobs=0))) for i in range(1, 5)], 0.0)
+    for step, aborted in ((1, set[int]()), (2, gone)):
+        tokens = [10 * step + row for row in range(4)]
+        logprobs = {row: TopLogprobs(-float(token), b"", b"") for row, token in enumerate(tokens)}
+        engine.step([AbortRequest(request) for request in aborted], 0.0)
+        outputs = engine.step([StepResult(step, 1, pack_int32(tokens), 1, logprobs)], 0.0).outputs
+        assert outputs is not None
+        assert sorted(outputs.requests[0].tolist()) == sorted(set(range(1, 5)) - aborted)
+        (told,) = outputs.logprobs
+        assert told is not None
+        assert {index: -report.token_logprob for index, report in told.items()} == dict(
+            enumerate(outputs.tokens[0])
+        )
 
 
 def test_starts_come_with_first_tokens_that_come_soon() -> None:

@@ -181,6 +181,23 @@ def test_fewer_blocks_than_before() -> None:
     assert simulation.engine.scheduler.kv.pool.free_count == 12
 
 
+def test_a_request_that_has_more_tokens_than_new_workers_hold_ends() -> None:
+    simulation = Simulation(SMALL)
+    request = simulation.submit(PROMPT, 60)
+    stream = simulation.streams[request]
+    while len(stream.output) < 28:
+        simulation.step()
+    simulation.lose_workers()
+    simulation.replace_workers(replace(SMALL, num_blocks=12))
+    assert stream.ended is not None
+    assert stream.ended.detail == "the workers are new and hold 48 tokens, fewer than it has"
+    assert not simulation.engine.requests()
+    simulation.run()
+    check_integrity(simulation.engine.scheduler)
+    simulation.flush_cache()
+    assert simulation.engine.scheduler.kv.pool.free_count == 12
+
+
 def test_with_recompute_what_is_left_on_disk_is_loaded_all_the_same(tmp_path: Path) -> None:
     """Lost workers are no preemption: what a request had computed itself is loaded, not computed again."""
     config = replace(TIERED, remote=False, ranks=2, preemption="recompute")

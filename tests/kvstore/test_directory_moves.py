@@ -61,6 +61,15 @@ def test_who_comes_back_at_once_does_not_wait_beside_writes() -> None:
     assert where(*path) == "bbbb"
 
 
+def test_chunks_for_which_a_tier_has_no_room_wake_nobody() -> None:
+    bench = Bench(16, 1, write_behind=True, write_pause_s=0.25, write_within_s=3.0)
+    behind = bench.directory.mover.behind
+    assert bench.save(*bench.path("a", 2))
+    bench.now = 10.0
+    assert bench.settle() == [">a0"]
+    assert behind.next_time(10.0) == math.inf, "a1's time is over"
+
+
 def test_many_chunks_do_not_wait_for_a_pause() -> None:
     """What host memory evicts before it is written would be lost."""
     bench = Bench(16, 16, write_behind=True, write_pause_s=0.25, write_within_s=3.0)
