@@ -230,8 +230,8 @@ class Copy:
         self.python = self.root / ".venv/bin/python"
         self._copy_files(checkout)
         self._make_environment()
-        for library, folder in LIBRARIES.items():
-            built = Path(sysconfig.get_path("purelib")) / "trunkline" / folder / f"{library}.so"
+        for library, part in LIBRARIES.items():
+            built = Path(sysconfig.get_path("purelib")) / "trunkline" / part / f"{library}.so"
             if built.exists():
                 self._place(library).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(built, self._place(library))
