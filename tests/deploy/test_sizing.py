@@ -107,6 +107,6 @@ def test_the_command_says_it(folder: Path) -> None:
     assert CliRunner().invoke(app, ["size", str(folder), "--dtype", "int3"]).exit_code == 2
     assert CliRunner().invoke(app, ["size", str(folder), "--context", "0"]).exit_code == 2
     assert CliRunner().invoke(app, ["size", "no/such/folder/anywhere"]).exit_code == 2
-    for tp, said in (("0", "at least 1"), ("3", "32 attention heads and 8 KV heads")):
+    for tp, said in (("0", "allowed are 1 to 4096"), ("3", "32 attention heads and 8 KV heads")):
         refused = CliRunner().invoke(app, ["size", str(folder), "--tp", tp])
         assert (refused.exit_code, said in refused.output) == (2, True), refused.output

@@ -198,6 +198,36 @@ def test_items_of_other_servers(http: httpx.Client, fake: FakeController, tokeni
     assert '<tool_response>\n{"stdout": "a.txt"}\n</tool_response>' in last_prompt(fake, tokenizer)
     items = http.get(f"/v1/responses/{answer.json()['id']}/input_items").json()["data"]
     assert {item["type"] for item in items} >= {"web_search_call", "something_new", "compaction"}
+    warnings = "\n".join(answer.json()["warnings"])
+    assert (
+        "`input[8]` was left out: its type 'something_new' is not known; known are message, reasoning, "
+        in warnings
+    )
+    assert "web_search_call" not in warnings
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "index"),
+    [
+        (
+            [{"role": "user", "content": "Hi"}, {"type": "mesage", "role": "user", "content": "More"}],
+            "input[1].type",
+            1,
+        ),
+        ([{"type": "mesage", "content": "Hi"}], "input", 0),
+        ([{"type": "web_search_call", "id": "w"}, {"type": "a b", "x": 1}], "input", 1),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/input_tokens"])
+def test_items_that_would_be_missed(
+    given: list[Any], param: str, index: int, path: str, http: httpx.Client
+) -> None:
+    answer = http.post(path, json={"input": given})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert f"`input[{index}]`" in error["message"]
+    assert repr(given[index]["type"]) in error["message"]
+    assert "known are message, reasoning, function_call, " in error["message"]
 
 
 @pytest.mark.parametrize("seconds_per_token", [0.0, 0.005])

@@ -19,7 +19,7 @@ from trunkline.deploy.cli import (
     sizing_cli,
     watch_cli,
 )
-from trunkline.deploy.cli.option_commands import run
+from trunkline.deploy.cli.option_commands import NUMBER, WHOLE, run
 from trunkline.deploy.cli.serving import HOSTS, START, new_app
 from trunkline.deploy.config.machine import DEFAULT_URL
 
@@ -82,8 +82,10 @@ def chat(
         str | None, typer.Option(help="Name of the model. Default: the first that is served.")
     ] = None,
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.", **WHOLE)] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 always takes the likeliest token.", **NUMBER)
+    ] = None,
     api_key_file: Annotated[
         str, typer.Option(metavar="FILE", help="File with an API key. Default: TRUNKLINE_API_KEY, if set.")
     ] = "",

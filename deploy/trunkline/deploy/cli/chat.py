@@ -19,6 +19,7 @@ from httpx_sse import EventSource
 from rich.console import Console
 
 from trunkline.deploy.config.machine import DEFAULT_URL
+from trunkline.deploy.config.option_values import check_range
 from trunkline.deploy.errors import DeployError
 from trunkline.deploy.supervisor.run_folder import client_headers
 
@@ -140,11 +141,15 @@ class Session:
 
 def chat(options: ChatOptions) -> int:
     """Talk until the person leaves or the input ends; return the exit code."""
+    check_range("--max-tokens", options.max_tokens, 1, 1 << 30)
+    check_range("--temperature", options.temperature, 0, 2)
     console = Console(stderr=True, highlight=False)
     interactive = sys.stdin.isatty()
     timeout = httpx.Timeout(10.0, read=600.0)  # a queue may be long; silence for ten minutes is not
     headers = client_headers(options.url, options.api_key_file)
-    with httpx.Client(base_url=options.url.rstrip("/"), timeout=timeout, headers=headers) as client:
+    with _mapped_errors(options.url):
+        opened = httpx.Client(base_url=options.url.rstrip("/"), timeout=timeout, headers=headers)
+    with opened as client:
         session = Session(client, options.model or _first_model(client), options)
         if interactive:
             console.print("Type a message. /reset, /system TEXT, /quit. Ctrl-C stops an answer.", style="dim")

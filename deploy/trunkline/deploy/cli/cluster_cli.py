@@ -17,14 +17,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trunkline.deploy.cli.option_commands import run
-from trunkline.deploy.config.option_values import format_duration
+from trunkline.deploy.cli.option_commands import WHOLE, run
+from trunkline.deploy.config.option_values import check_range, format_duration
+from trunkline.deploy.config.settings import GROUPS_MAX
 from trunkline.deploy.errors import DeployError, UserError
 from trunkline.deploy.supervisor.control import ControlError, ask
 from trunkline.deploy.supervisor.members import Command, Reply
 from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET, Running, admin_key, client_key, find_cluster
 
-Port = Annotated[int | None, typer.Option(help="Port of the cluster. Default: the only cluster that runs here.")]
+Port = Annotated[
+    int | None, typer.Option(help="Port of the cluster. Default: the only cluster that runs here.", **WHOLE)
+]
 _Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it is done.")]
 _STYLES = {
     "ready": "green",
@@ -118,7 +121,9 @@ def restart(
 
 
 def scale(
-    groups: Annotated[int, typer.Argument(metavar="N", help="The number of groups that there are to be.")],
+    groups: Annotated[
+        int, typer.Argument(help="The number of groups that there are to be.", **{**WHOLE, "metavar": "N"})
+    ],
     port: Port = None,
     wait: _Wait = True,
 ) -> None:
@@ -135,13 +140,14 @@ def scale(
 
     trunkline scale 1 --no-wait
     """
+    run(lambda: _scale(groups, port, wait))
+
+
+def _scale(groups: int, port: int | None, wait: bool) -> None:
     if groups < 1:
-        run(lambda: _refuse(f"N is {groups}; at least one group stays. Ctrl-C or SIGTERM stops the cluster"))
-    run(lambda: _order(Command("scale", groups=groups), port, wait))
-
-
-def _refuse(text: str) -> None:
-    raise UserError(text)
+        raise UserError(f"N is {groups}; at least one group stays. Ctrl-C or SIGTERM stops the cluster")
+    check_range("N", groups, 1, GROUPS_MAX)
+    _order(Command("scale", groups=groups), port, wait)
 
 
 def print_status(running: Running, answer: Mapping[str, Any]) -> None:

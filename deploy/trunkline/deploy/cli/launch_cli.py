@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from trunkline.deploy.cli.option_commands import run
+from trunkline.deploy.cli.option_commands import NUMBER, WHOLE, run
+from trunkline.deploy.config.option_values import check_range
 from trunkline.deploy.launch import agent as host_agent
 from trunkline.deploy.launch import commands
 from trunkline.deploy.launch.cluster_files import DEFAULT_FILE, is_file, launched, split
@@ -28,7 +29,8 @@ _Words = Annotated[
 _OptionalFile = Annotated[
     str | None, typer.Argument(help="Default: cluster.yaml, or what was launched.", metavar="[FILE]")
 ]
-_Start = Annotated[float, typer.Option(help="Seconds in which units must become ready.")]
+_SECONDS_MAX = 86_400
+_Start = Annotated[float, typer.Option(help="Seconds in which units must become ready.", **NUMBER)]
 
 
 class _UpByDefault(TyperGroup):
@@ -92,7 +94,12 @@ def up(
     trunkline launch up cluster.yaml --detach --yes
     """
     options = commands.UpOptions(detach=detach, yes=yes, keep=keep, start_s=start_seconds)
-    raise typer.Exit(run(lambda: commands.up(file, options)))
+    raise typer.Exit(run(lambda: _up(file, options)))
+
+
+def _up(file: Path, options: commands.UpOptions) -> int:
+    check_range("--start-seconds", options.start_s, 1, _SECONDS_MAX)
+    return commands.up(file, options)
 
 
 @app.command()
@@ -129,7 +136,7 @@ def status(
 @app.command()
 def logs(
     words: _Words = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of lines of each unit.")] = 50,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Number of lines of each unit.", **WHOLE)] = 50,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Then print new lines, until Ctrl-C.")] = False,
 ) -> None:
     """Print the last lines of units' logs.
@@ -139,7 +146,12 @@ def logs(
     trunkline launch logs cluster.yaml group-0 --follow
     """
     path, units = split(words or [])
-    raise typer.Exit(run(lambda: commands.logs(path, units, lines, follow=follow)))
+
+    def action() -> int:
+        check_range("--lines", lines, 0, 1_000_000)
+        return commands.logs(path, units, lines, follow=follow)
+
+    raise typer.Exit(run(action))
 
 
 @app.command()
@@ -147,7 +159,7 @@ def stop(
     words: _Words = None,
     seconds: Annotated[
         float | None,
-        typer.Option(help="Seconds after which a unit is killed. Default: stop_seconds in the file.", min=0),
+        typer.Option(help="Seconds after which a unit is killed. Default: stop_seconds in the file.", **NUMBER),
     ] = None,
 ) -> None:
     """Stop a cluster, or some units: running requests finish; routers stop first.
@@ -159,7 +171,12 @@ def stop(
     trunkline launch stop cluster.yaml group-1
     """
     path, units = split(words or [])
-    raise typer.Exit(run(lambda: commands.stop(path, units, seconds)))
+
+    def action() -> int:
+        check_range("--seconds", seconds, 0, _SECONDS_MAX)
+        return commands.stop(path, units, seconds)
+
+    raise typer.Exit(run(action))
 
 
 @app.command()
@@ -175,7 +192,7 @@ def restart(words: _Words = None, start_seconds: _Start = 1800.0) -> None:
     """
     path, units = split(words or [])
     options = commands.UpOptions(detach=True, keep=True, start_s=start_seconds, restart=tuple(units))
-    raise typer.Exit(run(lambda: commands.up(path or Path(launched(None).file), options)))
+    raise typer.Exit(run(lambda: _up(path or Path(launched(None).file), options)))
 
 
 @app.command()

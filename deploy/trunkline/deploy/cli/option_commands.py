@@ -18,6 +18,7 @@ from typer.core import TyperCommand
 
 from trunkline.deploy.config.cli_option import FIELD_DEFAULTS, FIELD_TYPES, OPERATION, CliOption
 from trunkline.deploy.config.option_values import nearest
+from trunkline.deploy.config.variables import check_names, given_values
 from trunkline.deploy.errors import DeployError
 from trunkline.deploy.launch.document import load
 from trunkline.deploy.launch.unit_options import plain
@@ -87,6 +88,26 @@ def joined(args: Sequence[str]) -> list[str]:
     return words
 
 
+def _whole(given: str | int) -> int:
+    try:
+        return int(given)
+    except ValueError:
+        raise typer.BadParameter(f"{given!r} is not a whole number.") from None
+
+
+def _number(given: str | float) -> float:
+    try:
+        return float(given)
+    except ValueError:
+        raise typer.BadParameter(f"{given!r} is not a number.") from None
+
+
+WHOLE: Final[dict[str, Any]] = {"parser": _whole, "metavar": "<int>"}
+"""Arguments of `typer.Option` for whole numbers. Typer's own errors do not say what was given."""
+NUMBER: Final[dict[str, Any]] = {"parser": _number, "metavar": "<float>"}
+"""The same for other numbers."""
+
+
 class HintingCommand(TyperCommand):
     """A command that answers options of other servers with the name that they have here."""
 
@@ -101,12 +122,7 @@ class HintingCommand(TyperCommand):
 
 def _set_defaults(options: Sequence[CliOption], ctx: typer.Context, path: Path | None) -> None:
     """Let a file, and after it environment variables, give the options that the command line does not give."""
-    found: dict[str, Any] = {}
-    for option in options:
-        value = os.environ.get(f"TRUNKLINE_{option.parameter.upper()}", "")
-        # Kubernetes sets TRUNKLINE_PORT=tcp://… in all pods beside a Service named trunkline.
-        if value and not value.startswith("tcp://"):
-            found[option.parameter] = value
+    found: dict[str, Any] = {**run(lambda: given_values(options, os.environ))}
     if path is not None:
         found |= run(lambda: file_values(options, path))
     ctx.default_map = found
@@ -157,6 +173,7 @@ def command(
     def make(action: Callable[[dict[str, Any]], None]) -> Callable[..., None]:
         @wraps(action)
         def call(**typed: Any) -> None:
+            run(lambda: check_names(os.environ))
             action(run(lambda: values(options, typed)))
 
         parameters = []
@@ -208,14 +225,15 @@ def _annotation(option: CliOption, variable: str | None) -> Any:
     if option.is_argument:
         return Annotated[str, typer.Argument(help=option.help, metavar=option.metavar)]
     shown = (str | None) if option.parse is not None else FIELD_TYPES[option.field]
+    kind: dict[str, Any] = WHOLE if option.kind is int else NUMBER if option.kind is float else {}
     return Annotated[
         shown,
         typer.Option(
             *option.flags,
             help=option.help,
-            metavar=option.metavar,
             rich_help_panel=option.panel,
             envvar=variable,
+            **{"metavar": option.metavar, **kind},
         ),
     ]
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trunkline.deploy.cli.option_commands import run
+from trunkline.deploy.cli.option_commands import WHOLE, run
 from trunkline.deploy.cli.pml_sources import Source, counting, read_source
 from trunkline.deploy.config.machine import DEFAULT_URL
 from trunkline.deploy.errors import DeployError, UserError
@@ -49,7 +49,7 @@ def add(
     url: Url = DEFAULT_URL,
     model: Annotated[str | None, typer.Option(help="Name of a served model. Default: the first.")] = None,
     ttl: Annotated[
-        int | None, typer.Option(help="Seconds after its last use when the server forgets it; 0: never.")
+        int | None, typer.Option(help="Seconds after its last use when the server forgets it; 0: never.", **WHOLE)
     ] = None,
     pin: Annotated[bool, typer.Option("--pin", help="Never evict its KV from all tiers.")] = False,
     warm: Annotated[
@@ -66,8 +66,8 @@ def add(
         source.schema()  # what is wrong in the file is said with its line, without a server
         sent = source.value() if source.is_json else source.text
         with (
-            Client(url, model=model, api_key=client_key(url) or None) as client,
             _mapped_errors(source),
+            Client(url, model=model, api_key=client_key(url) or None) as client,
         ):
             schema = client.schemas.create(
                 sent,

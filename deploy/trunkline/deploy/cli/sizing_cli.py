@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from trunkline.controller.engine_config import EngineLimits
-from trunkline.deploy.cli.option_commands import run
+from trunkline.deploy.cli.option_commands import NUMBER, WHOLE, run
 from trunkline.deploy.config import models
-from trunkline.deploy.config.option_values import format_bytes
+from trunkline.deploy.config.option_values import check_range, format_bytes
 from trunkline.deploy.errors import UserError
 from trunkline.kvstore.chunk_format import KV_DTYPES
 from trunkline.kvstore.chunks import blocks_for
@@ -42,19 +42,19 @@ def size(
     model: Annotated[
         str, typer.Argument(help="As for serve; of a folder only config.json is needed.", metavar="MODEL")
     ] = "demo",
-    sessions_per_hour: Annotated[float, typer.Option(help="Different sessions in an hour.")] = 1000.0,
+    sessions_per_hour: Annotated[float, typer.Option(help="Different sessions in an hour.", **NUMBER)] = 1000.0,
     context: Annotated[
         int | None,
-        typer.Option(help="Tokens of a session. Default: the model's longest context."),
+        typer.Option(help="Tokens of a session. Default: the model's longest context.", **WHOLE),
     ] = None,
     ttl: Annotated[
-        float, typer.Option(help="Seconds for which KV is kept after its last use (--session-ttl).")
+        float, typer.Option(help="Seconds for which KV is kept after its last use (--session-ttl).", **NUMBER)
     ] = 3600.0,
-    concurrent: Annotated[int, typer.Option(help="Requests that run at the same time.")] = 32,
+    concurrent: Annotated[int, typer.Option(help="Requests that run at the same time.", **WHOLE)] = 32,
     dtype: Annotated[
         str, typer.Option(help="Number format of KV: float32, bfloat16, float16, int8 or fp8.")
     ] = "bfloat16",
-    tp: Annotated[int, typer.Option(help="Tensor-parallel workers per group.")] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel workers per group.", **WHOLE)] = 1,
 ) -> None:
     """Compute how much memory the KV of your sessions needs.
 
@@ -71,8 +71,7 @@ def _sized(model: str, asked: tuple[float, int | None, float, int], dtype: str, 
     allowed = (*DTYPES, *KV_DTYPES[1:])
     if dtype not in allowed:
         raise UserError(f"--dtype is {dtype!r}; allowed are {', '.join(allowed)}")
-    if tp < 1:
-        raise UserError(f"--tp is {tp}; it must be at least 1")
+    check_range("--tp", tp, 1, 4096)
     folder = Path(model).expanduser()
     try:
         config = read_model_config(folder if (folder / "config.json").is_file() else models.resolve(model))
@@ -136,7 +135,7 @@ class Demand:
             ("--concurrent", self.concurrent),
         ):
             if not 0 < value < 1e12:
-                raise UserError(f"{option} is {value:g}; it must be more than 0")
+                raise UserError(f"{option} is {value:g}; it must be more than 0 and less than 1e+12")
 
 
 @dataclass(frozen=True)

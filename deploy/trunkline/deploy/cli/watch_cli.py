@@ -15,8 +15,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from trunkline.deploy.cli.option_commands import run
-from trunkline.deploy.errors import UserError
+from trunkline.deploy.cli.option_commands import NUMBER, run
+from trunkline.deploy.config.option_values import check_range
 from trunkline.deploy.watch.checks import Finding, Level, examine
 from trunkline.deploy.watch.facts import Look, Source, WatchError, gather
 from trunkline.deploy.watch.screen import screen
@@ -33,7 +33,7 @@ KeyFile = Annotated[
 def top(
     url: Url = None,
     api_key_file: KeyFile = "",
-    interval: Annotated[float, typer.Option(help="Seconds between two updates.")] = 1.0,
+    interval: Annotated[float, typer.Option(help="Seconds between two updates.", **NUMBER)] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print the figures once and exit.")] = False,
 ) -> None:
     """Watch groups, tiers, cache hits and sessions in the terminal; Ctrl-C leaves.
@@ -50,8 +50,7 @@ def top(
 
 
 def _top(url: str | None, api_key_file: str, interval: float, once: bool) -> None:
-    if not 0.2 <= interval <= 3600:
-        raise UserError(f"--interval is {interval:g}; allowed are 0.2 to 3600 seconds")
+    check_range("--interval", interval, 0.2, 3600)
     source = Source(url, api_key_file)
     console = Console(highlight=False)
     interrupt = _Interrupt()

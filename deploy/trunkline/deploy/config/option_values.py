@@ -39,6 +39,7 @@ _UNITS: Final = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_SIZE_MAX: Final = 1 << 60
 _SIZE: Final = re.compile(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([a-zA-Z]*)\s*", re.ASCII)
 
 
@@ -57,6 +58,8 @@ def parse_bytes(text: str, option: str) -> int:
     count = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
     if count < 1:
         raise UserError(f"{option} is {text!r}, which is less than one byte")
+    if count > _SIZE_MAX:
+        raise UserError(f"{option} is {text!r}, which is too much; allowed are up to {format_bytes(_SIZE_MAX)}")
     return count
 
 
@@ -67,6 +70,19 @@ def parse_limit(text: str, option: str) -> int:
         UserError: The text is neither 0 nor a size.
     """
     return 0 if text.strip() == "0" else parse_bytes(text, option)
+
+
+def check_range(option: str, value: float | None, least: float, most: float) -> None:
+    """Check that a number that was given lies between two others. None: none was given.
+
+    Raises:
+        UserError: It does not, or is not a number (NaN).
+    """
+    if value is not None and not least <= value <= most:
+        given, first, last = (
+            number if isinstance(number, int) else f"{number:g}" for number in (value, least, most)
+        )
+        raise UserError(f"{option} is {given}; allowed are {first} to {last}")
 
 
 def format_bytes(count: int) -> str:

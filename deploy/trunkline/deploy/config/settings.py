@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Final
 
@@ -54,7 +55,7 @@ REASONING_PARSERS: Final = tuple(
 )
 """Those of the router, by all of their names; written down here because importing the router takes long."""
 
-_GROUPS_MAX: Final = 256
+GROUPS_MAX: Final = 256
 """Largest number of groups on one machine. Each group is two processes at least, and each router has three
 connections to each group."""
 _ROUTERS_MAX: Final = 64
@@ -210,6 +211,9 @@ class ServeSettings:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise UserError(f"{_flag(name)} is {value if isinstance(value, int) else f'{value:g}'}; {rule}")
+        cores = os.cpu_count() or 1
+        if self.threads is not None and not 1 <= self.threads <= cores:
+            raise UserError(f"--threads is {self.threads}; allowed are 1 to {cores}, the cores of this machine")
         fraction = self.gpu_memory_fraction
         if fraction is not None and not 0 < fraction <= 1:
             raise UserError(f"--gpu-memory-fraction is {fraction:g}; it must be more than 0 and at most 1")
@@ -318,8 +322,8 @@ def _flag(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
-def _least(least: int) -> tuple[float, float, str]:
-    return least, float("inf"), f"it must be at least {least}"
+def _between(least: int, most: int) -> tuple[float, float, str]:
+    return least, most, f"allowed are {least} to {most}"
 
 
 _CHOICES: Final = {
@@ -343,21 +347,21 @@ _CHOICES: Final = {
 }
 """The values that a field may have."""
 _RANGES: Final[dict[str, tuple[float, float, str]]] = {
-    "groups": (1, _GROUPS_MAX, f"allowed are 1 to {_GROUPS_MAX}"),
-    "tp": _least(1),
-    "routers": (1, _ROUTERS_MAX, f"allowed are 1 to {_ROUTERS_MAX}"),
+    "groups": _between(1, GROUPS_MAX),
+    "tp": _between(1, 4096),
+    "routers": _between(1, _ROUTERS_MAX),
     "resume_seconds": (0, _RESUME_S_MAX, f"allowed are 0 (do not wait) to {_RESUME_S_MAX:.0f}"),
     "window_share": (0.001, 1, "allowed are 0.001 to 1 (all blocks)"),
     "trace_sample": (0, 1, "allowed are 0 (none) to 1 (all requests)"),
     "target_itl_ms": (0, 60_000, "allowed are 0 (no target) to 60000"),
     "port": (0, 65535, "allowed are 0 (any free port) to 65535"),
     "chunk_size": (1, 1024, "allowed are 1 to 1024 tokens"),
-    "max_context": _least(2),
-    "threads": _least(1),
-    "max_lora_rank": _least(1),
-    "max_batch": _least(1),
-    "max_waiting": _least(1),
-    "drain_seconds": (0, 3600, "allowed are 0 to 3600"),
+    "max_context": _between(2, 1 << 30),
+    "max_lora_rank": _between(1, 4096),
+    "max_batch": _between(1, 1 << 14),
+    "token_budget": _between(2, 1 << 20),
+    "max_waiting": _between(1, 1_000_000),
+    "drain_seconds": _between(0, 3600),
     "session_ttl": (0, _SESSION_TTL_S_MAX, f"allowed are 0 (no limit) to {_SESSION_TTL_S_MAX:.0f} seconds"),
 }
 """The least and the largest value of a field, and the rule in words."""

@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from trunkline.deploy.config.machine import cache_folder
-from trunkline.deploy.config.option_values import given_key
+from trunkline.deploy.config.option_values import check_range, given_key
 from trunkline.deploy.errors import DeployError, UserError
 from trunkline.router.tenancy.auth import draw_key, hash_key, is_loopback
 from trunkline.router.tenancy.tenant_file import write_private
@@ -185,7 +185,9 @@ def find_cluster(port: int | None) -> tuple[Path, Running]:
 
     Raises:
         ClusterNotFoundError: There is none, or there are several; the text says what to do.
+        UserError: There is no such port.
     """
+    check_range("--port", port, 1, 65535)
     clusters = running_clusters()
     ports = ", ".join(str(running.port) for running in clusters.values())
     if not clusters:
@@ -223,8 +225,10 @@ def client_key(url: str, api_key_file: str = "") -> str:
     Raises:
         UserError: The file cannot be read.
     """
-    key, _ = given_key(api_key_file)
+    key, where = given_key(api_key_file)
     if key:
+        if not (key.isascii() and key.isprintable()):  # it is not shown
+            raise UserError(f"{where} is no key: it has characters that are not printable ASCII")
         return key
     with contextlib.suppress(ValueError):
         address = urlsplit(url)

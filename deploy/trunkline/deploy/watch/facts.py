@@ -61,14 +61,19 @@ class Source:
             key: A key to send instead; "" to send none.
 
         Raises:
-            DeployError: The key's file cannot be read, or several clusters run here.
+            DeployError: The address or the key cannot be one, the key's file cannot be read, or several clusters
+                run here.
         """
         self.url = (url or _local_url()).rstrip("/")
         if key is None:
             headers = client_headers(self.url, api_key_file)
         else:
             headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=_TIMEOUT_S)
+        try:
+            _ = urlsplit(self.url).port  # what httpx takes and the checks cannot read
+            self._client = httpx.Client(base_url=self.url, headers=headers, timeout=_TIMEOUT_S)
+        except (httpx.InvalidURL, ValueError) as error:
+            raise WatchError(f"{self.url} is no address of a server: {error}") from error
 
     def close(self) -> None:
         """Disconnect."""

@@ -19,14 +19,14 @@ from trunkline.router.api.completions import completions
 from trunkline.router.api.embeddings import embeddings
 from trunkline.router.api.file_routes import expiry_after
 from trunkline.router.api.openai_responses import responses
-from trunkline.router.api.paging import PAGE_PARAMETERS, answer_of, components_of, make_page, page_of
+from trunkline.router.api.paging import answer_of, components_of, make_page, page_of, page_parameters
 from trunkline.router.api.requests import service_of
 from trunkline.router.errors import bad_value, in_conflict
 from trunkline.router.http.answers import JsonResponse
 from trunkline.router.http.body import read_request
 from trunkline.router.jobs.late_model import LateModel
 from trunkline.router.service import RouterService
-from trunkline.router.stores.batch_store import BatchState, Problem, ResultFile, Status, StoredBatch
+from trunkline.router.stores.batch_store import PREFIX, BatchState, Problem, ResultFile, Status, StoredBatch
 from trunkline.router.stores.owned_records import store_errors
 from trunkline.router.tenancy.auth import current_identity
 
@@ -122,10 +122,13 @@ async def create_batch(request: Request) -> JsonResponse:
     service, identity = service_of(request), current_identity()
     body = await read_request(request, BatchRequest, service.config.max_body_bytes)
     if body.endpoint not in ENDPOINTS:
-        raise bad_value("endpoint", f"`endpoint` must be one of {', '.join(ENDPOINTS)}")
+        raise bad_value("endpoint", f"`endpoint` is {body.endpoint[:80]!r}; allowed are {', '.join(ENDPOINTS)}")
     window = _WINDOW.fullmatch(body.completion_window)
     if window is None or int(window[1]) > _WINDOW_HOURS_MAX:
-        raise bad_value("completion_window", f'`completion_window` is "24h", or 1 to {_WINDOW_HOURS_MAX} hours')
+        raise bad_value(
+            "completion_window",
+            f'`completion_window` is {body.completion_window[:80]!r}; allowed are "1h" to "{_WINDOW_HOURS_MAX}h"',
+        )
     expiry = body.output_expires_after
     with store_errors("input_file", body.input_file_id):
         file = await service.files.get(identity.owner, body.input_file_id)
@@ -148,10 +151,10 @@ async def create_batch(request: Request) -> JsonResponse:
         return JsonResponse(_object(await service.batches.create(identity.owner, state, service.model_name)))
 
 
-@routes.get("/v1/batches", responses=answer_of(BatchList), openapi_extra={"parameters": PAGE_PARAMETERS})
+@routes.get("/v1/batches", responses=answer_of(BatchList), openapi_extra={"parameters": page_parameters("desc")})
 async def list_batches(request: Request) -> JsonResponse:
     """List the tenant's batches, page by page, the newest first."""
-    page, service = page_of(request), service_of(request)
+    page, service = page_of(request, "desc", prefix=PREFIX), service_of(request)
     with store_errors("batch", ""):
         found = await service.batches.page(current_identity().owner, page.after, page.limit + 1)
     return JsonResponse(make_page(BatchList, [_object(batch) for batch in found], page.limit))

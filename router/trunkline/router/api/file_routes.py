@@ -12,19 +12,21 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from trunkline.kvstore.records import StoreAwayError
-from trunkline.router.api.paging import PAGE_PARAMETERS, answer_of, components_of, make_page, page_of
+from trunkline.router.api.paging import answer_of, choice_of, components_of, make_page, page_of, page_parameters
 from trunkline.router.api.requests import service_of
 from trunkline.router.api.upload import FormReader
 from trunkline.router.errors import bad_value
 from trunkline.router.http.answers import JsonResponse
 from trunkline.router.service import RouterService
-from trunkline.router.stores.file_store import FileInfo, StoredFile
+from trunkline.router.stores.file_store import PREFIX, FileInfo, StoredFile
 from trunkline.router.stores.owned_records import store_errors
 from trunkline.router.tenancy.auth import current_identity
 
 routes = APIRouter()
 _PURPOSES: Final = ("batch", "user_data", "evals", "assistants", "fine-tune", "vision")
 """Purposes that clients may give. Only files for batches are read by the server."""
+_PURPOSES_LISTED: Final = (*_PURPOSES, "batch_output")
+_PURPOSE: Final = {"name": "purpose", "in": "query", "schema": {"type": "string", "enum": list(_PURPOSES_LISTED)}}
 EXPIRY_S_MIN: Final = 3600
 EXPIRY_S_MAX: Final = 2_592_000
 _FORM: Final = {
@@ -126,7 +128,7 @@ def _info_of(form: FormReader, parts: list[str]) -> FileInfo:
     if purpose is None:
         raise bad_value("purpose", "`purpose` is required", code="missing_required_parameter")
     if purpose not in _PURPOSES:
-        raise bad_value("purpose", f"`purpose` must be one of {', '.join(_PURPOSES)}")
+        raise bad_value("purpose", f"`purpose` is {purpose[:80]!r}; allowed are {', '.join(_PURPOSES)}")
     names = {"anchor": "expires_after[anchor]", "seconds": "expires_after[seconds]"}
     given = {name: form.fields[field] for name, field in names.items() if field in form.fields}
     ttl = expiry_after(given, "expires_after", "created_at") if given else 0.0
@@ -140,25 +142,32 @@ def expiry_after(given: Mapping[str, object], param: str, anchor: str) -> float:
         ApiError: 400, it is wrong.
     """
     if given.get("anchor") != anchor:
-        raise bad_value(param, f"`{param}.anchor` must be {anchor!r}")
+        raise bad_value(param, f"`{param}.anchor` is {str(given.get('anchor'))[:80]!r}; it must be {anchor!r}")
     seconds = str(given.get("seconds", ""))
     is_number = seconds.isascii() and seconds.isdigit() and len(seconds) < 12
     if not is_number or not EXPIRY_S_MIN <= int(seconds) <= EXPIRY_S_MAX:
-        raise bad_value(param, f"`{param}.seconds` must be a number from {EXPIRY_S_MIN} to {EXPIRY_S_MAX}")
+        raise bad_value(
+            param, f"`{param}.seconds` is {seconds[:80]!r}; allowed are {EXPIRY_S_MIN} to {EXPIRY_S_MAX}"
+        )
     return float(seconds)
 
 
-@routes.get("/v1/files", responses=answer_of(FileList), openapi_extra={"parameters": PAGE_PARAMETERS})
+@routes.get(
+    "/v1/files",
+    responses=answer_of(FileList),
+    openapi_extra={"parameters": [*page_parameters("desc"), _PURPOSE]},
+)
 async def list_files(request: Request) -> JsonResponse:
     """List the tenant's files, page by page, the newest first; with `purpose`, only those of a purpose."""
-    page, service, owner = page_of(request), service_of(request), current_identity().owner
-    purpose = request.query_params.get("purpose")
+    page = page_of(request, "desc", prefix=PREFIX)
+    purpose = choice_of(request, "purpose", "", _PURPOSES_LISTED)
+    service, owner = service_of(request), current_identity().owner
     found: list[StoredFile] = []
     after = page.after
     with store_errors("file", ""):
         while len(found) <= page.limit:
             more = await service.files.page(owner, after, page.limit + 1)
-            found += [file for file in more if purpose in (None, file.info.purpose)]
+            found += [file for file in more if purpose in ("", file.info.purpose)]
             if len(more) <= page.limit:
                 break
             after = more[-1].id

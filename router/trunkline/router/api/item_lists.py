@@ -8,13 +8,11 @@ from typing import Any, Final, Literal
 import msgspec
 from starlette.requests import Request
 
-from trunkline.router.api.paging import PAGE_PARAMETERS, page_of
+from trunkline.router.api.paging import choice_of, limit_of, page_parameters
 from trunkline.router.errors import bad_value
 
-ITEM_PARAMETERS: Final[list[dict[str, Any]]] = [
-    *PAGE_PARAMETERS,
-    {"name": "order", "in": "query", "schema": {"type": "string", "enum": ["asc", "desc"]}},
-]
+_ORDERS: Final = ("asc", "desc")
+ITEM_PARAMETERS: Final[list[dict[str, Any]]] = page_parameters(*_ORDERS)
 """Query parameters of endpoints that list items, for the OpenAPI document."""
 
 
@@ -40,13 +38,11 @@ def page_of_items(request: Request, items: Sequence[dict[str, Any]]) -> ItemList
     Raises:
         ApiError: 400, a parameter is wrong.
     """
-    page, order = page_of(request), request.query_params.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise bad_value("order", '`order` must be "asc" or "desc"')
-    ordered = list(items) if order == "asc" else list(reversed(items))
-    if page.after:
-        places = [index for index, item in enumerate(ordered) if item["id"] == page.after]
+    limit, after = limit_of(request), request.query_params.get("after")
+    ordered = list(items) if choice_of(request, "order", "desc", _ORDERS) == "asc" else list(reversed(items))
+    if after:
+        places = [index for index, item in enumerate(ordered) if item["id"] == after]
         if not places:
-            raise bad_value("after", "`after` is not the id of an item in this list")
+            raise bad_value("after", f"`after` is {after[:80]!r}, which is not the id of an item in this list")
         ordered = ordered[places[0] + 1 :]
-    return list_of(ordered[: page.limit], has_more=len(ordered) > page.limit)
+    return list_of(ordered[:limit], has_more=len(ordered) > limit)

@@ -24,13 +24,14 @@ from starlette.responses import Response, StreamingResponse
 
 from trunkline.kvstore.records import MissingError
 from trunkline.router.api.batch_routes import cancelled_batch
+from trunkline.router.api.paging import id_of, limit_of
 from trunkline.router.api.requests import service_of
 from trunkline.router.errors import bad_value, in_conflict
 from trunkline.router.http.answers import JsonResponse
 from trunkline.router.http.body import beside_loop, read_request
 from trunkline.router.jobs.late_model import LateModel
 from trunkline.router.service import RouterService
-from trunkline.router.stores.batch_store import OVER, BatchState, ResultFile, StoredBatch
+from trunkline.router.stores.batch_store import OVER, PREFIX, BatchState, ResultFile, StoredBatch
 from trunkline.router.stores.file_store import PART_BYTES, FileInfo
 from trunkline.router.stores.owned_records import store_errors
 from trunkline.router.tenancy.auth import current_identity
@@ -43,7 +44,6 @@ _WINDOW_S: Final = 24 * 3600.0
 _REQUESTS_MAX: Final = 50_000
 _CUSTOM_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _PAGE_MAX: Final = 1000
-_PAGE_DEFAULT: Final = 20
 _STORE_PAGE: Final = 100
 _UNANSWERED: Final = {"batch_cancelled": "canceled", "batch_expired": "expired"}
 """Types of results of requests that were not answered, by the code in the error file."""
@@ -105,12 +105,10 @@ async def create_message_batch(request: Request) -> Response:
 @routes.get("/v1/messages/batches")
 async def list_message_batches(request: Request) -> Response:
     """List the tenant's batches of messages, page by page, the newest first."""
-    limit = request.query_params.get("limit", str(_PAGE_DEFAULT))
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _PAGE_MAX):
-        raise bad_value("limit", f"`limit` must be a number from 1 to {_PAGE_MAX}")
-    after, before = (request.query_params.get(name, "")[:256] for name in ("after_id", "before_id"))
+    limit = limit_of(request, most=_PAGE_MAX)
+    after, before = (id_of(request, name, PREFIX) for name in ("after_id", "before_id"))
     with store_errors("message_batch", after or before):
-        found, more = await _page(service_of(request), after, before, int(limit))
+        found, more = await _page(service_of(request), after, before, limit)
     return JsonResponse(
         {
             "data": [_object(batch) for batch in found],

@@ -13,9 +13,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from trunkline.router.api.paging import limit_of, named_of
 from trunkline.router.api.requests import check_model, service_of
 from trunkline.router.config import is_pattern
-from trunkline.router.errors import bad_value
 from trunkline.router.http.answers import JsonResponse
 from trunkline.router.service import RouterService
 from trunkline.router.streams.adapters import offered
@@ -108,20 +108,17 @@ def _anthropic_page(request: Request, names: list[str]) -> Object:
     """Return the part of the list that the query asks for.
 
     Raises:
-        ApiError: 400, `limit` is wrong.
+        ApiError: 400, a parameter is wrong.
     """
-    query = request.query_params
-    limit = query.get("limit", str(_PAGE_MAX))
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _PAGE_MAX):
-        raise bad_value("limit", f"`limit` must be a number from 1 to {_PAGE_MAX}")
-    before, after = query.get("before_id"), query.get("after_id")
+    limit = limit_of(request, _PAGE_MAX, _PAGE_MAX)
+    before, after = (named_of(request, name, names) for name in ("before_id", "after_id"))
     if after in names:
         names = names[names.index(after) + 1 :]
     if before in names:
         names = names[: names.index(before)]
-        shown = names[-int(limit) :]
+        shown = names[-limit:]
     else:
-        shown = names[: int(limit)]
+        shown = names[:limit]
     service = service_of(request)
     return {
         "data": [_anthropic_card(service.of_model(name), name) for name in shown],

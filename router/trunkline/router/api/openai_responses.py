@@ -28,6 +28,7 @@ from trunkline.router.api.requests import check_length, check_model, read_parame
 from trunkline.router.api.response_compaction import Compaction, begin_compaction, usage_of
 from trunkline.router.api.response_input import (
     NO_SEAL,
+    check_shown,
     has_sealed,
     is_compactable,
     is_lasting,
@@ -288,6 +289,7 @@ class _Conversation:
             messages = to_messages(
                 items, body.instructions, self._history, seal, marks, borders, known, cache_salt(body.cache_salt)
             )
+            check_shown(messages, given, seal)
             chat = as_chat(
                 body,
                 {

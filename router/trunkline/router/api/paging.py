@@ -1,8 +1,8 @@
-"""Common parts of `/v1/sessions` and `/v1/schemas`: pages of lists, and answers in the OpenAPI document."""
+"""Common parts of endpoints that list things: pages, and answers in the OpenAPI document."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -13,12 +13,21 @@ from trunkline.router.errors import bad_value
 
 _PAGE_MAX: Final = 100
 _PAGE_DEFAULT: Final = 20
-_AFTER_CHARACTERS_MAX: Final = 256
-PAGE_PARAMETERS: Final[list[dict[str, Any]]] = [
-    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": _PAGE_MAX}},
-    {"name": "after", "in": "query", "schema": {"type": "string"}},
-]
-"""Query parameters of endpoints that answer with pages of a list, for the OpenAPI document."""
+_ID_CHARACTERS_MAX: Final = 256
+_SHOWN_CHARACTERS: Final = 80
+
+
+def page_parameters(*orders: str) -> list[dict[str, Any]]:
+    """Return the query parameters of an endpoint that answers with pages of a list, for the OpenAPI document.
+
+    Args:
+        orders: the values that its `order` may have.
+    """
+    return [
+        {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": _PAGE_MAX}},
+        {"name": "after", "in": "query", "schema": {"type": "string"}},
+        {"name": "order", "in": "query", "schema": {"type": "string", "enum": list(orders)}},
+    ]
 
 
 ListOf = TypeVar("ListOf", bound=msgspec.Struct)
@@ -32,16 +41,80 @@ class Page(NamedTuple):
     limit: int
 
 
-def page_of(request: Request) -> Page:
-    """Read `limit` and `after` of a request.
+def page_of(request: Request, order: str, *, prefix: str = "") -> Page:
+    """Read `limit`, `after` and `order` of a request for a list that has one order only.
+
+    Args:
+        order: the list's order, "asc" or "desc".
+        prefix: as in `id_of`.
 
     Raises:
-        ApiError: 400, `limit` is wrong.
+        ApiError: 400, one of them is wrong.
     """
-    given = request.query_params.get("limit", str(_PAGE_DEFAULT))
-    if not (given.isascii() and given.isdigit() and len(given) < 9 and 1 <= int(given) <= _PAGE_MAX):
-        raise bad_value("limit", f"`limit` must be a number from 1 to {_PAGE_MAX}")
-    return Page(request.query_params.get("after", "")[:_AFTER_CHARACTERS_MAX], int(given))
+    choice_of(request, "order", order, (order,))
+    return Page(id_of(request, "after", prefix), limit_of(request))
+
+
+def limit_of(request: Request, default: int = _PAGE_DEFAULT, most: int = _PAGE_MAX) -> int:
+    """Read `limit` of a request.
+
+    Raises:
+        ApiError: 400, it is wrong.
+    """
+    given = request.query_params.get("limit", str(default))
+    if not (given.isascii() and given.isdigit() and len(given) < 9 and 1 <= int(given) <= most):
+        raise bad_value("limit", f"`limit` is {_shown(given)}; allowed are 1 to {most}")
+    return int(given)
+
+
+def choice_of(request: Request, name: str, default: str, allowed: Collection[str]) -> str:
+    """Read a parameter of the query that has one of some values; `default` if it is not given.
+
+    Raises:
+        ApiError: 400, it has another one.
+    """
+    given = request.query_params.get(name)
+    if given is None:
+        return default
+    if given not in allowed:
+        rule = ", ".join(f'"{each}"' for each in allowed)
+        raise bad_value(
+            name, f"`{name}` is {_shown(given)}; allowed {'is' if len(allowed) == 1 else 'are'} {rule}"
+        )
+    return given
+
+
+def id_of(request: Request, name: str, prefix: str = "") -> str:
+    """Read the id of a list's entry from a parameter of the query; "": it is not given. The entry need not exist
+    (any more): a page begins behind its place.
+
+    Args:
+        prefix: the beginning of all ids of the list; "": ids are names, which a client chooses.
+
+    Raises:
+        ApiError: 400, no entry can have this id.
+    """
+    given = request.query_params.get(name, "")
+    if given and not (given.startswith(prefix) and given.isprintable() and len(given) <= _ID_CHARACTERS_MAX):
+        rule = f"; ids in this list begin with {prefix!r}" if prefix else ", which cannot be a name"
+        raise bad_value(name, f"`{name}` is {_shown(given)}{rule}")
+    return given
+
+
+def named_of(request: Request, name: str, names: Sequence[str]) -> str | None:
+    """Read one of a list's names from a parameter of the query; None: it is not given.
+
+    Raises:
+        ApiError: 400, the list has no such name.
+    """
+    given = request.query_params.get(name)
+    if given is not None and given not in names:
+        raise bad_value(name, f"`{name}` is {_shown(given)}, which is not in the list")
+    return given
+
+
+def _shown(given: str) -> str:
+    return repr(given[:_SHOWN_CHARACTERS])
 
 
 def make_page(kind: type[ListOf], found: Sequence[Any], limit: int) -> ListOf:

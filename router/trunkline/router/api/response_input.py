@@ -3,8 +3,10 @@
 An assistant's text and the calls right after it become one message, as the model wrote them. What is stored of a
 response or a conversation are its items.
 
-Clients send back items that other servers made. No item is refused for its type: a call with an id and its output
-become a call of a function of that name and its result; what tells the model nothing is left out.
+Clients send back items that other servers made: a call with an id and its output become a call of a function of
+that name and its result; what tells the model nothing is left out. An item whose type is not known is left out,
+too, and named in the answer. It is refused where it would be missed: if it has a role, as messages have, or if
+nothing is left of the request.
 
 A compaction item of this cluster stands for what is before it. Of that, the model sees only the messages of users,
 and of the client's instructions. So it does not matter whether a client sends the rest once more:
@@ -40,6 +42,14 @@ SUMMARY: Final = "Summary of the conversation so far:\n"
 """What stands before the text of a compaction item in a prompt."""
 TRIGGER: Final = "compaction_trigger"
 """Type of the item that asks for a compaction."""
+KNOWN_TYPES: Final = (
+    "message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
+    "compaction", TRIGGER, "item_reference",
+)  # fmt: skip
+_OF_OTHERS: Final = frozenset(
+    ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "tool_search_output", "ghost_snapshot")
+)
+"""Types of other servers' items that tell the model nothing and are not named, besides those of calls."""
 NO_SEAL: Final = Seal()
 _FIRST: Final = 2
 """Number of first items by which a conversation is found."""
@@ -230,15 +240,36 @@ def has_sealed(items: str | Iterable[Any]) -> bool:
 
 def foreign_items(given: str | list[Any], seal: Seal) -> list[str]:
     """Return a sentence for each item of a valid input that tells the model nothing, because another server has
-    sealed it."""
+    sealed it, or its type is not known."""
     told: list[str] = []
     for index, item in enumerate([] if isinstance(given, str) else given):
-        kind = item.get("type")
+        kind = item.get("type", "message")
+        if not _is_known(kind):
+            told.append(f"`input[{index}]` was left out: {_unknown(kind)}")
         if kind not in ("reasoning", "compaction") or not item.get("encrypted_content"):
             continue
         if _summary(item, seal) is None if kind == "compaction" else not thought_of(item, seal):
             told.append(f"`input[{index}]` was left out: its `encrypted_content` is not of this server")
     return told[:_FOREIGN_MAX]
+
+
+def check_shown(messages: Sequence[Message], given: str | list[Any], seal: Seal) -> None:
+    """Check that the model is shown something of an input.
+
+    Raises:
+        ApiError: 400, it is not; the error names what was left out.
+    """
+    if not messages and (told := foreign_items(given, seal)):
+        raise bad_value("input", f"`input` has nothing that the model can be shown: {'; '.join(told)}")
+
+
+def _is_known(kind: str) -> bool:
+    return kind in KNOWN_TYPES or kind in _OF_OTHERS or kind.endswith((_CALL, _OUTPUT))
+
+
+def _unknown(kind: str) -> str:
+    known = ", ".join((*KNOWN_TYPES, f"…{_CALL}", f"…{_OUTPUT}"))
+    return f"its type {kind[:40]!r} is not known; known are {known}"
 
 
 def thought_of(item: Object, seal: Seal) -> str:
@@ -383,6 +414,8 @@ def _add(messages: list[Message], item: Any, path: str, seal: Seal) -> None:
         asked = {name: value for name, value in item.items() if name not in ("id", "type", "status", "call_id")}
         arguments = json.dumps(asked, ensure_ascii=False)
         _add_call(messages, item["call_id"], function_name(kind.removesuffix(_CALL)), arguments)
+    elif "role" in item and not _is_known(kind):
+        raise bad_value(f"{path}.type", f"`{path}` has a role, which only messages have, but {_unknown(kind)}")
 
 
 def _function(kind: str, item: Object, path: str) -> tuple[str, str]:

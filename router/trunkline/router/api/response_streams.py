@@ -38,11 +38,13 @@ def asked_number(request: Request) -> int | None:
     given = request.query_params
     stream, after = given.get("stream", "false").lower(), given.get("starting_after")
     if stream not in ("true", "false"):
-        raise bad_value("stream", "`stream` is `true` or `false`")
+        raise bad_value("stream", f"`stream` is {stream[:80]!r}; allowed are `true` and `false`")
     if after is not None and stream == "false":
         raise bad_value("starting_after", "`starting_after` is about streams: `stream=true`")
     if after is not None and not (after.isascii() and after.isdigit() and len(after) <= 18):
-        raise bad_value("starting_after", "`starting_after` is the `sequence_number` of an event")
+        raise bad_value(
+            "starting_after", f"`starting_after` is {after[:80]!r}; it must be the `sequence_number` of an event"
+        )
     return None if stream == "false" else -1 if after is None else int(after)
 
 

@@ -20,7 +20,15 @@ from trunkline.kvstore.chunks import unpack_int32
 from trunkline.kvstore.records import Record
 from trunkline.kvstore.tier import TierKind
 from trunkline.router import pml
-from trunkline.router.api.paging import PAGE_PARAMETERS, answer_of, components_of, expiry_of, make_page, page_of
+from trunkline.router.api.paging import (
+    answer_of,
+    choice_of,
+    components_of,
+    expiry_of,
+    make_page,
+    page_of,
+    page_parameters,
+)
 from trunkline.router.api.requests import check_model, service_of
 from trunkline.router.api.schema_types import (
     ModuleObject,
@@ -84,11 +92,11 @@ async def create_schema(request: Request) -> JsonResponse:
 
 
 @routes.get(
-    "/v1/schemas", responses=answer_of(SchemaList), openapi_extra={"parameters": [*PAGE_PARAMETERS, _SALT]}
+    "/v1/schemas", responses=answer_of(SchemaList), openapi_extra={"parameters": [*page_parameters("asc"), _SALT]}
 )
 async def list_schemas(request: Request) -> JsonResponse:
     """List the schemas with a salt (or without one), page by page, in the order of their names."""
-    page = page_of(request)
+    page = page_of(request, "asc")
     store = service_of(request).schemas
     found = await store.page(_salt_asked(request), page.after, page.limit + 1)
     return JsonResponse(make_page(SchemaList, [_summary(record) for record in found], page.limit))
@@ -102,10 +110,10 @@ async def list_schemas(request: Request) -> JsonResponse:
 async def get_schema(request: Request, schema_id: str) -> JsonResponse:
     """Return a schema and the tiers of its modules; with `include=pml` also its source."""
     service = service_of(request)
+    include = choice_of(request, "include", "", ("pml",))
     with service.schemas.errors_of("schema"):
         schema = await service.schemas.get(schema_id, _salt_asked(request))
-    source = "pml" in request.query_params.get("include", "").split(",")
-    return await _answer(service, schema, await service.schemas.look(schema), source=source)
+    return await _answer(service, schema, await service.schemas.look(schema), source=bool(include))
 
 
 @routes.patch("/v1/schemas/{schema_id}", responses=answer_of(SchemaObject))

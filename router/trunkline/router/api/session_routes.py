@@ -18,7 +18,7 @@ from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.kvstore.records import Record
 from trunkline.router.api.module_prompts import as_roles, place
 from trunkline.router.api.next_route import delete_history, next_route
-from trunkline.router.api.paging import PAGE_PARAMETERS, answer_of, components_of, make_page, page_of
+from trunkline.router.api.paging import answer_of, choice_of, components_of, make_page, page_of, page_parameters
 from trunkline.router.api.prompting import Rendering
 from trunkline.router.api.requests import check_length, check_model, check_session, of_session, service_of
 from trunkline.router.api.session_types import (
@@ -109,10 +109,10 @@ async def _begin(service: RouterService, session: SessionState, messages: list[M
     )
 
 
-@routes.get("/v1/sessions", responses=answer_of(SessionList), openapi_extra={"parameters": PAGE_PARAMETERS})
+@routes.get("/v1/sessions", responses=answer_of(SessionList), openapi_extra={"parameters": page_parameters("asc")})
 async def list_sessions(request: Request) -> JsonResponse:
     """List the tenant's sessions, page by page, in the order of their ids; for admins those of all tenants."""
-    page, service = page_of(request), service_of(request)
+    page, service = page_of(request, "asc", prefix=SESSIONS.prefix), service_of(request)
     if current_identity().is_all:
         found = await service.sessions.page(service.tenants.owners(), page.after, page.limit + 1)
         summaries = [_summary(record, record.key.owner) for record in found]
@@ -125,8 +125,9 @@ async def list_sessions(request: Request) -> JsonResponse:
 @routes.get("/v1/sessions/{session_id}", responses=answer_of(SessionObject))
 async def get_session(request: Request, session_id: str) -> JsonResponse:
     """Return a session; with `include=messages` also its messages."""
+    include = choice_of(request, "include", "", ("messages",))
     stored = await service_of(request).sessions.get(_stored_id(session_id))
-    return _answer(stored, messages="messages" in request.query_params.get("include", "").split(","))
+    return _answer(stored, messages=bool(include))
 
 
 @routes.patch("/v1/sessions/{session_id}", responses=answer_of(SessionObject))
