@@ -294,6 +294,27 @@ def test_neutral_and_unknown_fields_pass(http: httpx.Client, neutral: dict[str, 
 
 
 @pytest.mark.parametrize(
+    ("name", "sent", "message"),
+    [
+        ("temperature", "9", "`temperature` is 9; it should be less than or equal to 2"),
+        ("temperature", "1e999", "`temperature` is inf; it should be"),
+        ("n", "1.5", "`n` is 1.5; it should be a valid integer"),
+        ("n", "9" * 4000, "`n` is a number of many digits; it should be"),
+        ("n", "[1]", "`n` is a list; it should be a valid integer"),
+        ("logprobs", '"yes"', "`logprobs` is 'yes'; it should be a valid boolean"),
+        ("cache_salt", "false", "`cache_salt` is false; it should be a valid string"),
+        ("seed", f'"{"s" * 5000}"', "`seed` is a string of 5000 characters; it should be a valid integer"),
+        ("response_format", '{"type": "yaml"}', "`response_format.type` is 'yaml'; it should be 'text', "),
+        ("messages", "{}", "`messages` is an object; it should be a valid list"),
+    ],
+)
+def test_errors_say_what_was_given(name: str, sent: str, message: str, http: httpx.Client) -> None:
+    said = "" if name == "messages" else f', "messages": {json.dumps(MESSAGES)}'
+    answer = http.post("/v1/chat/completions", content=f'{{"{name}": {sent}{said}}}')
+    assert (answer.status_code, answer.json()["error"]["message"][: len(message)]) == (400, message)
+
+
+@pytest.mark.parametrize(
     "body",
     [
         *[b"", b"{", b"[]", b"5", b"null", b'{"a":NaN}', b'{"prompt":"\\ud800"}', b"\xff\xfe", b"[" * 100_000],

@@ -41,6 +41,9 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Numbers of glibc's parameters M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, which `mallopt` sets."""
 _BLOCK_BYTES: Final = 1 << 20
 _T = TypeVar("_T")
+_RULE: Final = "Input should "
+"""What pydantic's own messages begin with; they do not say what was given."""
+_SHOWN_CHARACTERS: Final = 40
 _PYTHON_ONLY: Final = re.compile(r" or instance of \w+| after validation")
 """Parts of pydantic's messages that make sense in Python only."""
 SESSION_HEADER: Final = "X-Session-ID"
@@ -308,12 +311,27 @@ async def beside_loop(request: Request, work: Callable[[], _Result]) -> _Result:
 
 
 def _to_api_error(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_input=False)[0]
+    first = error.errors(include_url=False)[0]
     param = first.get("ctx", {}).get("param") or _param_name(first["loc"])
     if first["type"] == "missing":
         return bad_value(param, f"`{param}` is required", code="missing_required_parameter")
     message = _PYTHON_ONLY.sub("", first["msg"]).replace("a valid dictionary", "an object")
+    rule = message.removeprefix(_RULE)
+    if rule != message:
+        return bad_value(param, f"`{param}` is {_shown(first['input'])}; it should {rule}")
     return bad_value(param, f"`{param}`: {message[0].lower()}{message[1:]}")
+
+
+def _shown(given: Any) -> str:
+    """Return a value of JSON for a message; of long ones and of structures what they are."""
+    if isinstance(given, list | dict):
+        return "a list" if isinstance(given, list) else "an object"
+    if isinstance(given, str):
+        return repr(given) if len(given) <= _SHOWN_CHARACTERS else f"a string of {len(given)} characters"
+    if given is None or isinstance(given, bool):
+        return {None: "null", True: "true", False: "false"}[given]
+    is_long = isinstance(given, int) and given.bit_length() > 3 * _SHOWN_CHARACTERS
+    return "a number of many digits" if is_long else str(given)[:_SHOWN_CHARACTERS]
 
 
 def _param_name(location: tuple[int | str, ...]) -> str:
