@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from deploy.commands import invoke
@@ -18,19 +18,22 @@ from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.config.variables import check_names
 from trunkline.deploy.errors import UserError
 
-NUMBERS: Final = {int: (-1, 10**30), float: (-1.0, 1e30, math.nan, math.inf)}
+NUMBERS: Final[dict[type, tuple[float, ...]]] = {int: (-1, 10**30), float: (-1.0, 1e30, math.nan, math.inf)}
 """Values that no option may have, by the type of its field."""
 
 
 def test_numbers() -> None:
     checked = 0
-    for record in (ServeSettings(), NodeSettings(leader="h", controllers="h")):
+    records: tuple[Any, ...] = (ServeSettings(), NodeSettings(leader="h", controllers="h"))
+    for record in records:
         for field in fields(record):
             option = next((each for each in (*SERVE_OPTIONS, *NODE_OPTIONS) if each.field == field.name), None)
-            for value in () if option is None or option.parse is not None else NUMBERS.get(option.kind, ()):
-                wrong = replace(record, **{field.name: value})  # type: ignore[type-var]
+            if option is None or option.parse is not None:
+                continue
+            for value in NUMBERS.get(option.kind, ()):
+                wrong = replace(record, **{field.name: value})
                 with pytest.raises(UserError, match=f"^{option.flag} is .* (allowed|must)") as caught:
-                    wrong.validate() if isinstance(wrong, ServeSettings) else wrong.validate(Kind.ROUTER)
+                    wrong.validate(*([] if record is records[0] else [Kind.ROUTER]))
                 assert "--" not in str(caught.value)[2:], "of no other option"
                 checked += 1
     assert checked >= 40

@@ -116,7 +116,9 @@ def test_a_signal_stops_everything_cleanly(number: signal.Signals) -> None:
     recorder = Recorder(signal_self(number))
     assert run(recorder) == 0
     assert recorder.phases == [Phase.SERVING, Phase.STOPPING, Phase.STOPPED]
-    assert recorder.said == [f"Stopping ({number.name})."]
+    [said] = recorder.said
+    assert said.startswith(f"Stopping ({number.name}).")
+    assert ("a second Ctrl-C stops at once" in said) == (number is signal.SIGINT)
     assert signal.getsignal(number) is before
     assert signal.set_wakeup_fd(-1) == -1
 

@@ -241,7 +241,10 @@ class Supervisor:
                 self._serve()
         elif byte in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if self._life.phase in (Phase.STARTING, Phase.SERVING):
-                self._reporter.say(f"Stopping ({signal.Signals(byte).name}).", "info")
+                text = f"Stopping ({signal.Signals(byte).name})."
+                if byte == signal.SIGINT and self._life.phase is Phase.SERVING and self._limits.drain_s:
+                    text += f" Running requests have {self._limits.drain_s:g} s; a second Ctrl-C stops at once."
+                self._reporter.say(text, "info")
             self._do(self._life.stop_requested(now))
 
     def _reap(self) -> None:

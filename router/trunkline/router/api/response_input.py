@@ -22,6 +22,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from trunkline.router.api.input_files import file_text
+from trunkline.router.api.item_types import CALL, OUTPUT, TRIGGER, is_known_type, problem_of_type
 from trunkline.router.api.known_turns import TurnMemory, Turns, continuable_messages, translated
 from trunkline.router.api.openai_items import Object, text_part, thought_part
 from trunkline.router.errors import bad_value, not_found, unsupported
@@ -36,20 +37,8 @@ _TEXT_PARTS: Final = {"input_text": "text", "output_text": "text", "text": "text
 _UNSEEN: Final = ("input_image", "input_file")
 """Types of parts of a tool's output that the model cannot see. It is told so: an agent could not go on after an
 error."""
-_CALL: Final = "_call"
-_OUTPUT: Final = "_call_output"
 SUMMARY: Final = "Summary of the conversation so far:\n"
 """What stands before the text of a compaction item in a prompt."""
-TRIGGER: Final = "compaction_trigger"
-"""Type of the item that asks for a compaction."""
-KNOWN_TYPES: Final = (
-    "message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
-    "compaction", TRIGGER, "item_reference",
-)  # fmt: skip
-_OF_OTHERS: Final = frozenset(
-    ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "tool_search_output", "ghost_snapshot")
-)
-"""Types of other servers' items that tell the model nothing and are not named, besides those of calls."""
 NO_SEAL: Final = Seal()
 _FIRST: Final = 2
 """Number of first items by which a conversation is found."""
@@ -244,8 +233,8 @@ def foreign_items(given: str | list[Any], seal: Seal) -> list[str]:
     told: list[str] = []
     for index, item in enumerate([] if isinstance(given, str) else given):
         kind = item.get("type", "message")
-        if not _is_known(kind):
-            told.append(f"`input[{index}]` was left out: {_unknown(kind)}")
+        if not is_known_type(kind):
+            told.append(f"`input[{index}]` was left out: {problem_of_type(kind)}")
         if kind not in ("reasoning", "compaction") or not item.get("encrypted_content"):
             continue
         if _summary(item, seal) is None if kind == "compaction" else not thought_of(item, seal):
@@ -261,15 +250,6 @@ def check_shown(messages: Sequence[Message], given: str | list[Any], seal: Seal)
     """
     if not messages and (told := foreign_items(given, seal)):
         raise bad_value("input", f"`input` has nothing that the model can be shown: {'; '.join(told)}")
-
-
-def _is_known(kind: str) -> bool:
-    return kind in KNOWN_TYPES or kind in _OF_OTHERS or kind.endswith((_CALL, _OUTPUT))
-
-
-def _unknown(kind: str) -> str:
-    known = ", ".join((*KNOWN_TYPES, f"…{_CALL}", f"…{_OUTPUT}"))
-    return f"its type {kind[:40]!r} is not known; known are {known}"
 
 
 def thought_of(item: Object, seal: Seal) -> str:
@@ -406,16 +386,18 @@ def _add(messages: list[Message], item: Any, path: str, seal: Seal) -> None:
     elif kind == "compaction":
         if (summary := _summary(item, seal)) is not None:
             messages.append({"role": "user", "content": SUMMARY + summary})
-    elif kind.endswith(_OUTPUT):
+    elif kind.endswith(OUTPUT):
         call_id = _text(item, "call_id", path)
         output = _output(item.get("output"), f"{path}.output", is_known=kind in _ID_PREFIXES)
         messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
-    elif kind.endswith(_CALL) and isinstance(item.get("call_id"), str):
+    elif kind.endswith(CALL) and isinstance(item.get("call_id"), str):
         asked = {name: value for name, value in item.items() if name not in ("id", "type", "status", "call_id")}
         arguments = json.dumps(asked, ensure_ascii=False)
-        _add_call(messages, item["call_id"], function_name(kind.removesuffix(_CALL)), arguments)
-    elif "role" in item and not _is_known(kind):
-        raise bad_value(f"{path}.type", f"`{path}` has a role, which only messages have, but {_unknown(kind)}")
+        _add_call(messages, item["call_id"], function_name(kind.removesuffix(CALL)), arguments)
+    elif "role" in item and not is_known_type(kind):
+        raise bad_value(
+            f"{path}.type", f"`{path}` has a role, which only messages have, but {problem_of_type(kind)}"
+        )
 
 
 def _function(kind: str, item: Object, path: str) -> tuple[str, str]:
