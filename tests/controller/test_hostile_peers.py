@@ -20,14 +20,13 @@ import structlog
 from controller.hostile_peers import VOCAB, Group, requests
 from simulation.hostile import altered
 
-from trunkline.controller.messages import Submit
+from trunkline.controller.messages import Ping, Submit
 from trunkline.controller.reports import (
     BeamStep,
     GrammarReady,
     LoadProgress,
     MoveOutcome,
     MovesDone,
-    Ping,
     Probed,
     PromptLogprobs,
     StepResult,

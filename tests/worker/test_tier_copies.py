@@ -264,8 +264,8 @@ def test_a_small_late_save_is_ordered_when_its_step_has_been_answered(
     assert saves.submitted == before + 1
     saves.wait_for(before + 1)
     early, name, names = bytes([1]) * NAME_BYTES, bytes(NAME_BYTES), traveller.copier.host.names
-    saved = {"saves": moves((3, 5, 1)), "late_saves": moves((4, 8, 1)), "save_names": early + name}
-    runner.launch(StepPlan(2, 1, **saved))
+    early_saves, late_saves = moves((3, 5, 1)), moves((4, 8, 1))
+    runner.launch(StepPlan(2, 1, saves=early_saves, late_saves=late_saves, save_names=early + name))
     assert names.find(name) is None, "who asks for the chunk must see what it waits for"
     runner.launch(StepPlan(3, 1, leaves=pack_int32([1])))  # orders it in any case
     saves.wait_for(before + 3)
