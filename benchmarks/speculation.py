@@ -184,19 +184,24 @@ class Replay:
         self.drafter.answered(self.steps, self.now_us / 1e6, int(elapsed))
         self.costs.observe(rows=len(slots) + drafted, prefill_tokens=0, elapsed_us=elapsed)
         waits = drafted > 0 or self.drafter.waits(slots)
-        goes_on = {slot: chain.tolist() for slot, chain in zip(slots.tolist(), drafts, strict=True)}
-        while goes_on:
-            drawn = {slot: running[slot][1].pop(0) for slot in goes_on}
-            self.tokens += len(drawn)
-            self.drafter.extend(np.array(list(drawn), np.intp), np.array(list(drawn.values()), np.int32))
-            goes_on = {
-                slot: goes_on[slot][1:]
-                for slot, token in drawn.items()
-                if goes_on[slot][:1] == [token] and running[slot][1]
-            }
+        drawn = {slot: _drawn(running[slot][1], chain) for slot, chain in zip(slots.tolist(), drafts, strict=True)}
+        self.tokens += sum(map(len, drawn.values()))
+        ends = sorted(set(map(len, drawn.values())))
+        for start, stop in zip([0, *ends], ends, strict=False):  # as the engine tells it: `stretches_of`
+            going = {slot: tokens[start:stop] for slot, tokens in drawn.items() if len(tokens) >= stop}
+            self.drafter.extend(np.array(list(going), np.intp), np.array(list(going.values()), np.int32).T)
         self.cpu_s += time.process_time() - begun
         self.plain_us += (self.tokens - before) * (base + row * len(slots)) / len(slots)
         return waits
+
+
+def _drawn(left: list[int], drafts: Int32Array) -> list[int]:
+    """Take the tokens from a recorded text that a step with these drafts draws."""
+    right = 0
+    while right < len(drafts) and right + 1 < len(left) and drafts[right] == left[right]:
+        right += 1
+    found, left[:] = left[: right + 1], left[right + 1 :]
+    return found
 
 
 def measure_replay(arguments: argparse.Namespace, report: Report) -> None:

@@ -320,6 +320,29 @@ def test_looks_become_rare_where_nothing_is_found() -> None:
     assert set(gaps[4:]) == {INTERVAL_MAX}
 
 
+@pytest.mark.parametrize("seed", seeds(8))
+def test_the_tokens_behind_drafts_may_come_together(seed: int) -> None:
+    """What is drafted next, and how sure it is, is the same as if they had come one by one."""
+    rng = random.Random(seed)
+    text = text_of(rng, 1200, rng.choice([3, 20, 80]))
+    together, singly = (indexed(text[:400]) for _ in range(2))
+    at = 400
+    while at < len(text) - 24:
+        drafts, chances = together.draft(rng.choice([3, 8, 24]), 0.01, thorough=True)
+        other, others = singly.draft(len(drafts), 0.01, thorough=True)
+        assert other.tolist() == drafts.tolist()
+        assert others == pytest.approx(chances[: len(others)])
+        right = next((i for i, token in enumerate(drafts.tolist()) if token != text[at + i]), len(drafts))
+        came = text[at : at + right + 1]
+        for token in came:
+            see(singly, token)
+        if together.extend(came):
+            together.advance(ALL, drafted=True)
+        at += len(came)
+        assert together.place is None or singly.place is None or together.place[1:] == singly.place[1:]
+        assert (together.place is None) == (singly.place is None)
+
+
 def test_a_long_prompt_is_indexed_part_by_part_while_tokens_come() -> None:
     prompt = list(range(10_000))
     follower = Follower(sequence_of(prompt), Tenant(), 0)

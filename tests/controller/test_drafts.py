@@ -17,7 +17,7 @@ from simulation.engines import ENGINES, MIXES, TINY
 from simulation.oracle import expected_output
 from simulation.traffic import Mix, Traffic
 
-from trunkline.controller.engine.drafted import join_results, positions_of
+from trunkline.controller.engine.drafted import join_results, stretches_of
 from trunkline.controller.engine.events import EngineOutputs
 from trunkline.controller.messages import BeamSearch
 from trunkline.controller.reports import StepResult, TopLogprobs
@@ -222,8 +222,15 @@ def step_of(drafts: list[list[int]], others: int = 0) -> InflightStep:
 
 
 def drawn(step: InflightStep, tokens: list[int]) -> list[dict[int, int]]:
-    found = positions_of(step, np.array(tokens, np.int32), None)
-    return [dict(zip(part.rows.slots.tolist(), part.tokens.tolist(), strict=True)) for part in found]
+    """Return the tokens by slot, position by position."""
+    found = stretches_of(step, np.array(tokens, np.int32), None)
+    assert all(len(part.rows) for part in found)
+    assert len({len(part.rows) for part in found}) == len(found), "each stretch has all positions of its rows"
+    return [
+        dict(zip(part.rows.slots.tolist(), position, strict=True))
+        for part in found
+        for position in part.tokens.tolist()
+    ]
 
 
 def test_the_positions_of_a_result() -> None:
@@ -235,6 +242,26 @@ def test_the_positions_of_a_result() -> None:
     assert drawn(step, [1, 6, 1, 9, 2, 3, 4]) == [{0: 1, 1: 9, 2: 3, 3: 4}]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_results_are_read_as_position_by_position(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(50):
+        drafts = [[rng.randrange(3) for _ in range(rng.choice([0, 1, 3, 8]))] for _ in range(rng.randint(1, 6))]
+        if not any(drafts):
+            continue
+        others = rng.randrange(3)
+        places = [[rng.randrange(3) for _ in range(len(draft) + 1)] for draft in drafts + [[]] * others]
+        expected: list[dict[int, int]] = []
+        for slot, (draft, said) in enumerate(zip(drafts + [[]] * others, places, strict=True)):
+            for position, token in enumerate(said):
+                if position and draft[position - 1] != said[position - 1]:
+                    said[position:] = [-1] * (len(said) - position)
+                    break
+                expected += [{}] * (position == len(expected))
+                expected[position] = {**expected[position], slot: token}
+        assert drawn(step_of(drafts, others), [token for said in places for token in said]) == expected
+
+
 @pytest.mark.parametrize("tokens", [[5, -1, -1, 9, -1, 3], [5, 6, -1, 9, -1, 3], [-1, 6, 1, 9, -1, 3]])
 def test_a_token_that_must_have_been_drawn_is_missing(tokens: list[int]) -> None:
     with pytest.raises(ValueError, match="no token behind"):
@@ -244,12 +271,12 @@ def test_a_token_that_must_have_been_drawn_is_missing(tokens: list[int]) -> None
 def test_reports_follow_their_tokens() -> None:
     step = step_of([[5, 6], [], [8]])
     reports = {place: TopLogprobs(-float(place), b"", b"") for place in (0, 1, 3, 4, 5)}
-    found = positions_of(step, np.array([5, 7, -1, 9, 8, 3], np.int32), reports)
+    found = stretches_of(step, np.array([5, 7, -1, 9, 8, 3], np.int32), reports)
     outputs = EngineOutputs()
     for part in found:
         outputs.requests.append(part.rows.requests)
         outputs.samples.append(part.rows.samples)
-        outputs.tokens.append(part.tokens)
+        outputs.tokens.append(part.tokens[0])
         outputs.logprobs.append(part.logprobs)
     join_results(outputs, 0)
     assert outputs.requests[0].tolist() == [20, 21, 22, 20, 22]

@@ -68,11 +68,12 @@ class RandomDrafts(DraftSource):
         del self.lengths[sequence.slot]
 
     def extend(self, slots: Slots, tokens: Int32Array) -> None:
-        assert len(set(slots.tolist())) == len(slots) == len(tokens)
-        for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
-            expected = self._expected(self.here[slot])
-            assert expected[self.lengths[slot]] == token
-            self.lengths[slot] += 1
+        columns = np.atleast_2d(tokens).T.tolist()
+        assert len(set(slots.tolist())) == len(slots) == len(columns)
+        for slot, drawn in zip(slots.tolist(), columns, strict=True):
+            first, expected = self.lengths[slot], self._expected(self.here[slot])
+            assert expected[first : first + len(drawn)] == drawn
+            self.lengths[slot] += len(drawn)
 
     def foretold(self, slot: int, tokens: Int32Array) -> None:
         assert slot in self.here

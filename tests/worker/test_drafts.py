@@ -24,7 +24,7 @@ STOPS = pack_int32(list(range(0, VOCAB_SIZE, 3)))
 SAMPLINGS = {
     "greedy": [Sampling(temperature=0)],
     "greedy, reported": [Sampling(temperature=0, logprobs=3)],
-    "drawn": [Sampling(temperature=1.0, seed=5, logprobs=2), Sampling(temperature=0.7, top_k=9, seed=1)],
+    "drawn": [Sampling(temperature=1.0, seed=5), Sampling(temperature=0.7, top_k=9, seed=1)],
     "limits": [Sampling(temperature=1.3, top_p=0.8, seed=2, logprobs=0), Sampling(temperature=1.0, min_p=0.1)],
     "penalties": [
         Sampling(temperature=0, repetition_penalty=1.4, logprobs=2),

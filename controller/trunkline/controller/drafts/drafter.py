@@ -78,7 +78,9 @@ class Drafter:
         """Followers whose prompts are not wholly indexed, in order of arrival."""
         self._index_bytes = 0
         self._held: list[tuple[Slots, Int32Array]] = []
-        """The tokens of the latest steps, which no follower has got yet."""
+        """The tokens of the latest steps, which no follower has got yet: `[rows]`, or `[positions, rows]`."""
+        self._held_count = 0
+        """Number of tokens of each sequence that are held, at most."""
         self._rest = 1
         """Number of steps whose tokens are held before they are looked at."""
         self._tenants = TenantTexts()
@@ -128,20 +130,21 @@ class Drafter:
         self._tenants.add(sequence.salt, follower.prompt, follower.output)
 
     def extend(self, slots: Slots, tokens: Int32Array) -> None:
-        """Take in the next token of some sequences."""
+        """Take in the next tokens of some sequences."""
         if self._serial is not None:
-            self._serial.tokens += len(slots)
+            self._serial.tokens += tokens.size
         if self._followers:
             self._held.append((slots, tokens))
-            if len(self._held) >= self._rest:
+            self._held_count += 1 if tokens.ndim == 1 else len(tokens)
+            if self._held_count >= self._rest:
                 self._look()
         if self._unindexed or self._tenants.waits:
             self._index_prompts()
 
     def _look(self) -> None:
         """Look at the tokens that are held, as far as the allowance admits, and decide when to look again."""
-        if self._allowance.is_broke and len(self._held) < HELD_MAX:
-            self._rest = min(len(self._held) + self._allowance.broke_steps, HELD_MAX)
+        if self._allowance.is_broke and self._held_count < HELD_MAX:
+            self._rest = min(self._held_count + self._allowance.broke_steps, HELD_MAX)
             return
         for follower in self._hand_over():
             self._advance(follower)
@@ -155,13 +158,13 @@ class Drafter:
 
     def _hand_over(self) -> list[Follower]:
         """Give the tokens that are held to their followers; return those that are due."""
-        held, self._held = self._held, []
+        held, self._held, self._held_count = self._held, [], 0
         due: list[Follower] = []
         while held:
             slots, count = held[0][0], 1
             while count < len(held) and (held[count][0] is slots or np.array_equal(held[count][0], slots)):
                 count += 1
-            columns = np.stack([tokens for _, tokens in held[:count]], axis=1)
+            columns = np.vstack([tokens for _, tokens in held[:count]]).T
             for slot, drawn in zip(slots.tolist(), columns.tolist(), strict=True):
                 if (follower := self._followers.get(slot)) is not None and follower.extend(drawn):
                     due.append(follower)
@@ -182,7 +185,7 @@ class Drafter:
         if self._is_thorough(follower):
             runs, price = len(RUNS), max(price, THOROUGH_US)
         self._allowance.spend(price)
-        follower.advance(runs)
+        follower.advance(runs, drafted=self._serial is not None and self._serial.drafted)
         self._placed += follower.place is not None
 
     def _is_thorough(self, follower: Follower) -> bool:
@@ -229,7 +232,7 @@ class Drafter:
             return 0
         if (self._unindexed or self._tenants.waits) and not self._allowance.is_broke:
             return 0
-        return max(0, self._rest - len(self._held)) if self._followers else CALM_STEPS_MAX
+        return max(0, self._rest - self._held_count) if self._followers else CALM_STEPS_MAX
 
     def settle(self, slots: Slots, tokens: Int32Array, steps: list[int]) -> None:
         """Take in the tokens of steps that were neither `planned` nor `answered` here."""

@@ -153,13 +153,33 @@ class Follower:
         self._waiting += tokens
         return len(self._waiting) >= self._interval
 
-    def advance(self, runs: int) -> None:
+    def advance(self, runs: int, *, drafted: bool = False) -> None:
         """Go on behind the tokens that wait, and look for the longest match if the place is lost.
 
         Args:
             runs: number of lengths of `RUNS` that are looked for. All: also while a place is held that agrees with
                 few tokens. 0: nothing is looked for.
+            drafted: whether the tokens came behind drafts. If all lengths are looked for, that is done as if they
+                had come one by one.
         """
+        waiting = self._waiting
+        while drafted and runs == len(RUNS) and (count := self._sure(len(waiting))) < len(waiting):
+            self._waiting, waiting = waiting[:count], waiting[count:]
+            self._advance(runs)
+        self._waiting = waiting
+        self._advance(runs)
+
+    def _sure(self, count: int) -> int:
+        """Return how many of `count` tokens that come behind drafts may be taken in together: none but the last
+        can be another one than was drafted, and behind that all others are looked for."""
+        place = self.place
+        if place is None or place.match < SURE:
+            return 1
+        if place.text is self.context:  # which goes on only as tokens are taken in
+            count = min(count, self.count - place.at)
+        return max(1, count - 1)
+
+    def _advance(self, runs: int) -> None:
         tokens, place, thorough = self._waiting, self.place, runs == len(RUNS)
         if place is not None and self._late and (thorough or self._nears_end(place, len(tokens))):
             self._index_late()

@@ -6,10 +6,12 @@ the step has cost.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkline.controller.engine.drafted import drafts_tried, join_results, positions_of
+from trunkline.controller.engine.drafted import drafts_tried, join_results, stretches_of
 from trunkline.controller.engine.requests import RequestTable
 from trunkline.controller.reports import BeamStep, PromptLogprobs, StepResult, TopLogprobs
 from trunkline.controller.scheduling.row_blocks import slack_of
@@ -119,19 +121,24 @@ def _score(requests: RequestTable, step: InflightStep, scores: dict[int, PromptL
 def _accept_drafted(
     requests: RequestTable, scheduler: Scheduler, step: InflightStep, result: StepResult, now: float
 ) -> None:
-    """Accept what a step with drafts drew, position by position: a row that ends at one of them leaves, and has
-    nothing at the next."""
+    """Accept what a step with drafts drew, a stretch at a time: a row that ends leaves, and has nothing behind."""
     first = len(requests.pending_outputs.tokens)
     try:
-        positions = positions_of(step, unpack_int32(result.tokens), result.logprobs)
+        stretches = stretches_of(step, unpack_int32(result.tokens), result.logprobs)
     except ValueError as error:
         raise ProtocolError(f"step {result.step}: {error}") from error
     predicted = scheduler.drafting.predicted(step)
-    accepted = []
-    for depth, (rows, tokens, logprobs) in enumerate(positions):
-        accepted.append(_accept(requests, scheduler, rows, tokens, logprobs, now, drafted=depth > 0))
-        requests.settle(scheduler)
-    requests.pending_outputs.drafts += drafts_tried(step, accepted, predicted)
+    taken: Counter[int] = Counter()
+    is_first = True
+    for rows, tokens, logprobs in stretches:
+        while len(tokens):
+            count = scheduler.rows.uneventful(rows, tokens, slack_of(scheduler.kv, len(rows)))
+            drafted, is_first = count - is_first, False
+            slots = _accept(requests, scheduler, rows, tokens[:count], logprobs, now, drafted=drafted)
+            taken.update(dict.fromkeys(slots.tolist(), count))
+            requests.settle(scheduler)
+            tokens = tokens[count:]
+    requests.pending_outputs.drafts += drafts_tried(step, taken, predicted)
     join_results(requests.pending_outputs, first)
 
 
@@ -143,13 +150,15 @@ def _accept(
     logprobs: dict[int, TopLogprobs] | None,
     now: float,
     *,
-    drafted: bool = False,
+    drafted: int = 0,
 ) -> NDArray[np.intp]:
-    """Store one token of each row, and end the rows that are done. Returns the slots of the rows that took
-    theirs, without beams.
+    """Store tokens of each row, and end the rows that are done. Returns the slots of the rows that took theirs,
+    without beams.
 
     Args:
-        drafted: whether the tokens were drawn behind drafts that are accepted.
+        tokens: `[rows]`, or `[positions, rows]` that are `DecodeRows.uneventful`.
+        logprobs: by row, of a single position.
+        drafted: number of positions behind drafts that are accepted.
     """
     state = scheduler.rows
     valid, slots, stopped = state.accept(rows, tokens, drafted=drafted)
@@ -163,15 +172,17 @@ def _accept(
         if logprobs:
             position = np.cumsum(counts) - 1
             logprobs = {int(position[i]): value for i, value in logprobs.items() if counts[i]}
-        owners, samples, tokens = owners[counts], samples[counts], tokens[counts]
+        owners, samples, tokens = owners[counts], samples[counts], tokens[..., counts]
     if not len(slots):
         return slots
     requests.quarantine.got_tokens(owners)
+    if tokens.ndim > 1:
+        owners, samples = np.tile(owners, len(tokens)), np.tile(samples, len(tokens))
     requests.pending_outputs.requests.append(owners)
     requests.pending_outputs.samples.append(samples)
-    requests.pending_outputs.tokens.append(tokens)
+    requests.pending_outputs.tokens.append(tokens.ravel())
     requests.pending_outputs.logprobs.append(logprobs)
-    requests.counters.output_tokens += len(slots)
+    requests.counters.output_tokens += tokens.size
     scheduler.drafting.extend(slots, tokens, drafted=drafted)
     known = state.known[slots]
     ended = stopped | (known >= state.limit[slots])

@@ -140,18 +140,19 @@ class Drafting:
         drafted = zip(step.rows.slots.tolist(), step.drafts, strict=False)  # prompts that end have none
         return frozenset(slot for slot, draft in drafted if len(draft) and source.is_prediction(slot))
 
-    def extend(self, slots: Slots, tokens: Int32Array, *, drafted: bool) -> None:
-        """Take note of tokens that rows have drawn: one each.
+    def extend(self, slots: Slots, tokens: Int32Array, *, drafted: int) -> None:
+        """Take note of tokens that rows have drawn.
 
         Args:
-            drafted: whether they were drawn behind drafts that are accepted.
+            tokens: `[rows]`, or `[positions, rows]`.
+            drafted: number of positions behind drafts that are accepted.
         """
         if drafted:
-            self._totals.accepted_drafts += len(slots)
+            self._totals.accepted_drafts += drafted * len(slots)
             for slot in slots.tolist():
                 sequence = self._rows.sequences[slot]
                 assert sequence is not None
-                self._queue.charge(sequence.group, 1)  # the row itself was charged with the step
+                self._queue.charge(sequence.group, drafted)  # the row itself was charged with the step
         if self.source is not None:
             self.source.extend(slots, tokens)
 

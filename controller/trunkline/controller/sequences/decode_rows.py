@@ -227,24 +227,44 @@ class DecodeRows:
         return RowSet(slots, self.batch_seq_ids[slots], self.requests[slots], self.samples[slots])
 
     def accept(
-        self, rows: RowSet, tokens: Int32Array, *, drafted: bool = False
+        self, rows: RowSet, tokens: Int32Array, *, drafted: int = 0
     ) -> tuple[BoolArray, NDArray[np.intp], BoolArray]:
         """Store the tokens sampled for a row set.
 
         Args:
-            drafted: whether the tokens were drawn behind drafts that are accepted, whose KV counts from now on.
+            tokens: `[rows]`, or `[positions, rows]` that are `uneventful`.
+            drafted: at how many positions tokens were drawn behind accepted drafts, whose KV counts from now on.
 
         Returns:
-            valid `[rows]`: whether the row is still the same sequence, so that its token counts;
-            slots `[valid rows]`; stopped `[valid rows]`: the token is one of the row's stop tokens.
+            valid `[rows]`: whether the row is still the same sequence, so that its tokens count;
+            slots `[valid rows]`; stopped `[valid rows]`: the last token is one of the row's stop tokens.
         """
         valid = self.batch_seq_ids[rows.slots] == rows.batch_seq_ids
         slots = rows.slots
         if not all_of(valid):
-            slots, tokens = slots[valid], tokens[valid]
+            slots, tokens = slots[valid], tokens[..., valid]
         if drafted:
-            self.planned[slots] += 1
-        known = self.known[slots]
-        self._recent[slots, known % self._recent.shape[1]] = tokens
-        self.known[slots] = known + 1
-        return valid, slots, self.stops.hit(slots, tokens)
+            self.planned[slots] += drafted
+        known, count, last = self.known[slots], 1, tokens
+        at = known
+        if tokens.ndim > 1:
+            count, last = len(tokens), tokens[-1]
+            at = known + np.arange(count)[:, None]
+        self._recent[slots, at % self._recent.shape[1]] = tokens
+        self.known[slots] = known + count
+        return valid, slots, self.stops.hit(slots, last)
+
+    def uneventful(self, rows: RowSet, tokens: Int32Array, slack: int) -> int:
+        """Return how many of these positions may be accepted together, one at least: no row ends before the last
+        of them, or has filled its chunk by more than `slack` tokens.
+
+        Args:
+            tokens: `[positions, rows]`
+        """
+        slots = rows.slots
+        left = np.minimum(self.limit[slots], self.fills_at[slots] + slack + 1) - self.known[slots]
+        count = max(1, min(len(tokens), int(left.min())))
+        if count > 1 and (stops := self.stops.of(slots)):
+            stopping = (position for position in range(count) if not stops.isdisjoint(tokens[position].tolist()))
+            count = next(stopping, count - 1) + 1
+        return count

@@ -34,8 +34,8 @@ class DraftSource(Protocol):
         ...
 
     def extend(self, slots: Slots, tokens: Int32Array) -> None:
-        """Note the next token of some sequences, each named once. The tokens of a step with drafts come in several
-        calls, position by position."""
+        """Note the next tokens of some sequences, each named once: `[rows]`, or `[positions, rows]` behind a step
+        with drafts, whose tokens come in several calls if the sequences come differently far."""
         ...
 
     def foretold(self, slot: int, tokens: Int32Array) -> None:

@@ -27,6 +27,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trunkline.controller.reports import TopLogprobs
@@ -55,10 +56,11 @@ def is_plain_greedy(samples: list[BatchSequence]) -> bool:
 
 
 def draws_plainly(samples: list[BatchSequence], *, limits: bool) -> bool:
-    """Return whether a graph draws what each of these rows wants: a token by temperature and seed, and no more.
+    """Return whether each of these rows wants a token by temperature and seed, and no more: so a graph may draw
+    it, and what stands before it need not be known.
 
     Args:
-        limits: Whether it knows top-k, top-p and min-p, too.
+        limits: Whether top-k, top-p and min-p may be wanted, too.
     """
     return all(_is_plain(sequence, limits) for sequence in samples)
 
@@ -101,7 +103,12 @@ class Sampler:
         self._masks: dict[int, RowMask] = {}
 
     def sample(
-        self, logits: Tensor, samples: list[BatchSequence], *, changed: bool
+        self,
+        logits: Tensor,
+        samples: list[BatchSequence],
+        *,
+        changed: bool,
+        ahead: NDArray[np.int64] | None = None,
     ) -> tuple[Tensor, dict[int, TopLogprobs] | None]:
         """Draw one token per row.
 
@@ -109,6 +116,8 @@ class Sampler:
             logits: float32 `[rows, vocabulary]`, overwritten.
             samples: the rows' sequences, before the token is appended to them.
             changed: whether these are other sequences than in the last call.
+            ahead: how many tokens will stand between each sequence and the token that is drawn, `[rows]`; None:
+                none. Only for rows that `draws_plainly`.
 
         Returns:
             int64 ids `[rows]`, and log-probabilities by row for those that asked (None if none did).
@@ -125,7 +134,7 @@ class Sampler:
             self._penalise(samples, rows.penalised) if rows.penalised else None,
         )
         self._ops.edit_logits(logits, edits)
-        ids = self._ops.draw(logits, rows.draws(samples))
+        ids = self._ops.draw(logits, rows.draws(samples, ahead))
         return ids, self._report(logits, ids, rows) if rows.logprob_rows else None
 
     def forget(self, sequences: Iterable[int]) -> None:
@@ -207,9 +216,10 @@ class _Rows:
         self.masked = [row for row, s in enumerate(samples) if needs_mask(s.sampling, s.output_index)]
         self.penalised = [row for row, p in enumerate(params) if _is_penalised(p)]
 
-    def draws(self, samples: list[BatchSequence]) -> Draws:
-        """Return how the rows draw their next tokens."""
-        index = torch.tensor([s.output_index for s in samples], dtype=torch.int64, device=self._seeds.device)
+    def draws(self, samples: list[BatchSequence], ahead: NDArray[np.int64] | None) -> Draws:
+        """Return how the rows draw their next tokens, or those `ahead`."""
+        indices = np.array([s.output_index for s in samples], dtype=np.int64)
+        index = torch.from_numpy(indices if ahead is None else indices + ahead).to(self._seeds.device)
         return Draws(self._seeds, index, self._top_k, self._factors, self._limited)
 
 

@@ -3,7 +3,8 @@
 Rank 0 decides and tells the others with one broadcast: the samples' tokens, then for each beam which one it goes
 on from. Steps in which every sample just takes its largest logit need not even bring the logits together.
 
-Drafts are verified position by position: first each sequence's next token is drawn, then, of those whose first
+Drafts are verified at once where what is drawn depends on the logits, a seed and an index only. Otherwise (masks,
+penalties, reports) position by position: first each sequence's next token is drawn, then, of those whose first
 draft is that token, the one behind it, and so on. So each token is drawn in the state that its sequence would have
 been in without drafts, nothing has to be taken back, and nothing is drawn behind a draft that is refused.
 """
@@ -176,10 +177,17 @@ class Selector:
     def _sample_drafted(
         self, logits: Tensor, batch: ForwardBatch, positions: BeamPositions | None, selection: Selection
     ) -> Tensor:
-        """Draw what `_sample` does, position by position, and append it."""
+        """Draw what `_sample` does, at once or position by position; then it is appended, too."""
         assert batch.guesses is not None
         guesses = np.full(len(batch.samples) + 1, NO_GUESS, dtype=np.int32)
         guesses[: len(batch.guesses)] = batch.guesses
+        own = (guesses[:-1] == NO_GUESS).nonzero()[0]
+        if positions is None and draws_plainly([batch.samples[index] for index in own.tolist()], limits=True):
+            ahead = np.arange(len(batch.samples)) - own.repeat(np.diff(own, append=len(batch.samples)))
+            every = _with_forks(logits[: batch.sampled_rows], batch)
+            ids, _ = self._sampler.sample(every, batch.samples, changed=True, ahead=ahead)
+            self._sampler_is_current = False
+            return torch.from_numpy(accepted(_numbers(ids), batch.guesses).astype(np.int64)).to(logits.device)
         tokens = np.full(len(batch.samples), NO_GUESS, dtype=np.int64)
         rows = np.array([*range(batch.sampled_rows), *batch.fork_rows])
         others = np.arange(len(tokens)) if positions is None else positions.others
