@@ -11,6 +11,7 @@ from router.fake_controller import FakeController, prompt_of
 from router.harness import RunningRouter
 from seeds import seeds
 
+from trunkline.kvstore.adapters import KEY_BYTES, adapter_salt
 from trunkline.router.api.known_turns import TurnMemory
 from trunkline.router.api.response_input import to_messages
 from trunkline.router.errors import ApiError
@@ -48,6 +49,15 @@ def test_random_lists(seed: int) -> None:
     assert found > 0
     memory.forget(b"")
     assert memory.bytes == 0
+
+
+def test_lists_of_an_adapter_are_forgotten_with_their_tenants() -> None:
+    memory: Beginnings[str] = Beginnings(1000)
+    scopes = [adapter_salt(bytes(KEY_BYTES), salt) for salt in (b"a", b"ab", b"b")]
+    for scope in scopes:
+        memory.put(scope, 1, [1, 2], "text", 10)
+    memory.forget(b"a")
+    assert [memory.find(scope, 1, [1, 2]) is None for scope in scopes] == [True, True, False]
 
 
 def test_the_longest_is_found_and_replaced() -> None:

@@ -15,6 +15,7 @@ from router.harness import DEMO_MODEL
 from router.model_folders import FAMILIES, write_family
 from seeds import seeds
 
+from trunkline.kvstore.adapters import KEY_BYTES, adapter_salt
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.routing.names import KvIdentity, prompt_names
 from trunkline.router.routing.request import RouteRequest
@@ -317,7 +318,7 @@ def test_nothing_is_remembered_without_room(tokenizer: Tokenizer) -> None:
 
 def test_a_tenant_can_be_forgotten(tokenizer: Tokenizer) -> None:
     memory, rendered = PromptMemory(1 << 20), "<|user|>hi<|end|>"
-    for salt in (b"a", b"a2", b"b"):
+    for salt in (b"a", b"a2", b"b", adapter_salt(bytes(KEY_BYTES), b"a")):
         for model in ("m", "n"):
             remembered(memory, tokenizer, (model, salt), rendered, lambda *_: False)
     memory.forget(b"a")

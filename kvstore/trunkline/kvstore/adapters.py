@@ -36,6 +36,11 @@ def adapter_salt(key: bytes, salt: bytes) -> bytes:
     return _MARK + key + salt if key else salt
 
 
+def without_adapter(salt: bytes) -> bytes:
+    """Return the salt that a request with this one would have without its adapter."""
+    return salt[1 + KEY_BYTES :] if salt[:1] == _MARK else salt
+
+
 def adapter_of(salt: bytes) -> bytes:
     """Return the key of the adapter that a salt is for; empty: the base model."""
     return salt[1 : 1 + KEY_BYTES] if salt[:1] == _MARK else b""

@@ -11,6 +11,7 @@ from trunkline.router.api.prompting import Rendering, instruction_tokens
 from trunkline.router.api.requests import of_session
 from trunkline.router.api.turn import stored_messages
 from trunkline.router.errors import ApiError
+from trunkline.router.request_context import AdapterChoice, known
 from trunkline.router.routing.request import RouteRequest
 from trunkline.router.service import RouterService, scoped_session
 from trunkline.router.stores.session_state import SessionState
@@ -30,7 +31,9 @@ async def delete_history(service: RouterService, store: SessionStore, history_id
         ApiError: 404, there is no such record; 409, it is in use.
     """
     route = None
-    with suppress(ApiError):  # what cannot be continued any more can be deleted all the same
+    # What cannot be continued any more can be deleted all the same. A purge deletes others next: their salts must
+    # not begin with the adapter of this one.
+    with suppress(ApiError), known(choice=AdapterChoice()):
         session = (await store.peek(history_id)).session
         route, _ = await next_route(of_session(service, session), history_id, session)
     await store.delete(history_id)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
+from trunkline.kvstore.adapters import without_adapter
 from trunkline.router.text.body_memory import BodyMemory
 from trunkline.router.text.chat_template import RenderedChat
 
@@ -120,9 +121,9 @@ class Beginnings(Generic[_Value]):
                 self.bytes -= sum(entry.size for entry in gone)
 
     def forget(self, scope: bytes) -> None:
-        """Forget all lists whose scope begins with `scope`."""
+        """Forget all lists whose scope, a salt, begins with `scope`, whatever their adapter."""
         with self._lock:
-            for key in [key for key in self._entries if key[0].startswith(scope)]:
+            for key in [key for key in self._entries if without_adapter(key[0]).startswith(scope)]:
                 self.bytes -= sum(entry.size for entry in self._entries.pop(key))
 
 

@@ -27,6 +27,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from trunkline.kvstore.adapters import without_adapter
 from trunkline.kvstore.chunks import Int32Array
 from trunkline.router.text.borders import NO_PLACES, BorderTokens, Places, agreed_length, joined, starts
 from trunkline.router.text.growing_tokens import GrowingTokens
@@ -272,8 +273,8 @@ class PromptMemory:
         self._count(entry)
 
     def forget(self, salt: bytes) -> None:
-        """Forget all prompts whose salt begins with `salt`, of all models."""
-        for scope in [scope for scope in self._scopes if scope[1].startswith(salt)]:
+        """Forget all prompts whose salt begins with `salt`, of all models and adapters."""
+        for scope in [scope for scope in self._scopes if without_adapter(scope[1]).startswith(salt)]:
             for entry in self._scopes.pop(scope):
                 del self._used[entry]
                 self.bytes -= entry.size
