@@ -16,14 +16,15 @@ from typing import Any, Final, NamedTuple
 
 from trunkline.kvstore.chunks import root_name
 from trunkline.kvstore.records import Record, RecordKey
+from trunkline.router.api.requests import of_session
 from trunkline.router.errors import ApiError
-from trunkline.router.request_context import known
+from trunkline.router.request_context import AdapterChoice, known
 from trunkline.router.routing.names import whole_chunks
 from trunkline.router.service import RouterService
 from trunkline.router.stores.session_memory import StoredSession
 from trunkline.router.stores.session_state import HeaderSummary, summary_of
 from trunkline.router.stores.session_store import is_stored
-from trunkline.router.tenancy.auth import Identity, current_identity
+from trunkline.router.tenancy.auth import Identity, cache_salt, current_identity
 from trunkline.router.ui.overview import wall_clock
 
 LIMIT_MAX: Final = 1000
@@ -134,23 +135,27 @@ class StoredSessions:
         try:
             if record.key.owner:
                 identity = self._service.tenants.acting_for(current_identity(), record.key.owner)
-            with known(identity=identity):
-                stored = await self._service.sessions.peek(record.key.id)
+            with known(identity=identity, choice=AdapterChoice()):
+                self._known[record.key] = self._read(await self._service.sessions.peek(record.key.id))
         except ApiError:
             return  # the record has just been deleted, or cannot be read
-        self._known[record.key] = self._read(stored, identity.salt)
         self._known.move_to_end(record.key)
         if len(self._known) > KNOWN_MAX:
             self._known.popitem(last=False)
 
-    def _read(self, stored: StoredSession, salt: bytes) -> Known:
+    def _read(self, stored: StoredSession) -> Known:
         version, session = stored.record.version, stored.session
-        state = next((link.state for link in self._service.links if link.state and link.state.chunk_size), None)
-        is_plain = session.modules is None and session.history.vocabulary == self._service.tokenizer.fingerprint
+        try:
+            service = of_session(self._service, session)
+        except ApiError:
+            return Known(version, (), 0)  # its adapter is not loaded any more
+        states = (link.state for link in service.links_of(service.model_name))
+        state = next((state for state in states if state is not None and state.chunk_size), None)
+        is_plain = session.modules is None and session.history.vocabulary == service.tokenizer.fingerprint
         if state is None or not is_plain:
             return Known(version, (), 0)
         size = state.chunk_size
-        root = root_name(state.fingerprint, state.dtype, size, salt)
+        root = root_name(state.fingerprint, state.dtype, size, cache_salt(None))
         return Known(version, whole_chunks(root, session.history.tokens[: 4 * size * NAMES_MAX], size), size)
 
     async def table(self, limit: int) -> list[dict[str, Any]]:
