@@ -137,8 +137,8 @@ def log_fields() -> dict[str, str]:
 def choose_adapter(name: str, key: bytes) -> None:
     """Set the adapter of the request at hand; "": the base model."""
     choice = _current.get().choice
-    if choice is not None:
-        choice.name, choice.key = name, key
+    assert choice is not None, "without a request at hand, the choice would be lost, and the base model answer"
+    choice.name, choice.key = name, key
 
 
 def request_name() -> bytes:

@@ -49,7 +49,9 @@ async def begin_background(service: RouterService, body: ResponsesRequest) -> Ob
     if state.streams:
         log.add("response.created", response=answer)
         log.add("response.queued", response=answer)
-    segments = [msgspec.json.encode({**given, "model": answer["model"], "store": True}), *log.flush()]
+    if body.previous_response_id is None and body.conversation is None:
+        given["model"] = answer["model"]  # else it goes on with the model or adapter of what it continues
+    segments = [msgspec.json.encode({**given, "store": True}), *log.flush()]
     with store_errors("response", response_id):
         try:
             await service.background.create(identity.owner, state, segments, service.model_name)

@@ -104,7 +104,8 @@ class ResponseTurn(SessionTurn):
 
     async def _store_response(self, answer: Object, history: History) -> Object:
         state = SessionState(
-            model=self.session.adapter or self.session.model,
+            model=self.session.model,
+            adapter=self.session.adapter,
             turns=self.session.turns + 1,
             parent=self.previous or "",
             answer=bytes(encoded(answer)),

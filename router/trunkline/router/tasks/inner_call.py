@@ -19,7 +19,7 @@ from starlette.types import Message
 
 from trunkline.router.errors import RETRY_AFTER_SECONDS, ApiError
 from trunkline.router.http.answers import SPELT, EventStream, error_response
-from trunkline.router.request_context import RequestRandom, known
+from trunkline.router.request_context import AdapterChoice, RequestRandom, known
 from trunkline.router.service import RouterService
 from trunkline.router.stores.response_events import EventLog
 from trunkline.router.telemetry.request_record import RequestRecord
@@ -95,9 +95,8 @@ async def _admitted(service: RouterService, request: InnerRequest, request_id: s
     meter = await service.tenants.enter(identity.tenant)
     # Each try draws the same bytes as the first one.
     random = RequestRandom(request.random.name, request.random.created)
-    context = {"identity": identity, "random": random, "record": record, "in_task": True}
-    context["is_behind"] = request.is_behind
-    with metered(meter), known(**context):
+    context = {"identity": identity, "random": random, "record": record, "choice": AdapterChoice()}
+    with metered(meter), known(**context, in_task=True, is_behind=request.is_behind):
         yield
 
 
