@@ -36,7 +36,7 @@ def test_it_passes_on_what_the_unit_needs_and_keeps_what_it_says(tmp_path: Path)
         assert kept.process.wait() == 0
         assert state.exit_code == 0
         assert f"hello {tmp_path}/host {kept.folder.path}" in kept.log
-        assert "ended with exit code 0" in kept.log
+        assert "exited with code 0" in kept.log
         assert not kept.folder.is_held()
     os.umask(old)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -53,6 +53,16 @@ def test_a_unit_that_dies_is_started_again(tmp_path: Path) -> None:
         assert kept.until(lambda state: state.state == "stopped").exit_code == 1
         kept.process.wait()
         assert len((kept.folder.path / "times").read_text()) >= 2
+
+
+def test_it_survives_that_a_signal_without_a_name_kills_the_unit(tmp_path: Path) -> None:
+    """Real-time signals but the first and last have none."""
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGRTMIN + 3)"
+    with Kept(tmp_path, code) as kept:
+        kept.until(lambda state: state.restarts >= 1)
+        assert f"was killed by signal {signal.SIGRTMIN + 3}; it is started again" in kept.log
+        kept.terminate()
+        kept.until(lambda state: state.state == "stopped")
 
 
 def test_what_is_impossible_is_not_tried_again(tmp_path: Path) -> None:

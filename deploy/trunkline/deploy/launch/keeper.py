@@ -34,14 +34,14 @@ from trunkline.deploy.launch.folders import (
     this_process,
 )
 from trunkline.deploy.launch.protocol import UnitRecord
-from trunkline.deploy.supervisor.members import EXIT_IMPOSSIBLE, LASTING_S, DeathRecord
+from trunkline.deploy.supervisor.forks import SPAWN_FAILED
+from trunkline.deploy.supervisor.members import EXIT_IMPOSSIBLE, LASTING_S, DeathRecord, describe_exit
 from trunkline.runtime.process import die_with_parent, node_id
 
 PROGRAM: Final = (sys.executable, "-P", "-m", "trunkline.deploy.cli.app")
 BUSY: Final = 3
 """The exit code if the unit runs already."""
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
-_SPAWN_FAILED: Final = 127
 
 
 class Keeper:
@@ -107,7 +107,7 @@ class Keeper:
             )
         except (OSError, subprocess.SubprocessError) as error:  # no memory or no process ids left, say
             self._say(f"cannot be started: {error}")
-            self._ended(_SPAWN_FAILED)
+            self._ended(SPAWN_FAILED)
             return
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
@@ -156,13 +156,13 @@ class Keeper:
     def _ended(self, code: int) -> None:
         now = time.monotonic()
         if self._stopping or code in (0, EXIT_IMPOSSIBLE):
-            self._say(f"ended with {_describe(code)}")
+            self._say(describe_exit(code))
             self._tell("failed" if code == EXIT_IMPOSSIBLE else "stopped", None, code)
             return
         if now - self._started_s > LASTING_S:
             self._deaths.works()
         self._again_s = self._deaths.died(now)
-        self._say(f"ended with {_describe(code)}; it is started again in {self._again_s - now:.0f} s")
+        self._say(f"{describe_exit(code)}; it is started again in {self._again_s - now:.0f} s")
         self._tell("waiting", None, code, restarts=self._state.restarts + 1)
 
     def _say(self, text: str) -> None:
@@ -198,10 +198,6 @@ def _wakeups(selector: selectors.BaseSelector) -> int:
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     selector.register(read, selectors.EVENT_READ)
     return read
-
-
-def _describe(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
 def main(argv: list[str]) -> int:
