@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from router.fake_controller import FakeController
 from router.harness import ADMIN, ADMIN_KEY, DEMO_MODEL, MESSAGES, RunningRouter, make_answer, wait_until
 
 from trunkline.router.config import RouterConfig
+from trunkline.router.http import middleware
 from trunkline.router.membership import open_source
 from trunkline.router.membership.member import Member
 from trunkline.router.membership.static_source import StaticSource, write_members
@@ -116,6 +118,22 @@ def test_groups_join_and_leave_a_running_router(place: Path, tokenizer: Tokenize
         wait_until(lambda: 'controller="a"' not in http.get("/metrics").text)
         overview = http.get("/ui/api/overview", headers=ADMIN).json()
         assert [each["name"] for each in overview["groups"]] == ["b", "c"]
+
+
+def test_the_log_names_groups(place: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots of routing are given to other groups in time."""
+    with running(place, tokenizer) as (router, cluster), router.client() as http:
+        for name in ("a", "b"):
+            cluster.join(name)
+        wait_until(lambda: names(router) == ["a", "b"])
+        cluster.leave("a").stop()
+        wait_until(lambda: names(router) == ["b"])
+        log = Mock()
+        monkeypatch.setattr(middleware, "_log", log)
+        ask(http)
+        wait_until(lambda: log.info.mock_calls)
+        [request] = log.info.mock_calls
+        assert (request.args, request.kwargs["group"]) == (("request",), "b")
 
 
 def test_a_group_that_leaves_ends_its_requests(place: Path, tokenizer: Tokenizer) -> None:

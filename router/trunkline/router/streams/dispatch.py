@@ -281,7 +281,7 @@ class Dispatcher:
             if begun and not self._resume_seconds:
                 routed.stream.finish(*end)
                 return
-            group, tokens = attempt.link.index, sum(map(len, routed.stream.outputs))
+            group, tokens = attempt.link.name, sum(map(len, routed.stream.outputs))
             _log.info(
                 "stream_goes_on", request_id=routed.request_id, group=group, reason=end.reason, tokens=tokens
             )
@@ -387,7 +387,7 @@ class Dispatcher:
             attempt.over("not_sent", is_failure=True)
             return False
         if routed.record is not None:
-            routed.record.sent(link.index)
+            routed.record.sent(link.name)
         routed.attempts[attempt.ticket] = attempt
         if is_part:
             self._planned.begin(routed, attempt.ticket, decision, route)

@@ -45,8 +45,8 @@ class RequestRecord:
     tenant: str = ""
     model: str = ""
     """The model that generates, or "" before one does."""
-    groups: list[int] = field(default_factory=list)
-    """Controllers that the request was sent to, in the order of the first time."""
+    groups: list[str] = field(default_factory=list)
+    """Names of the groups that the request was sent to, in the order of the first time."""
     attempts: int = 0
     """Number of times that the request, or one of its samples, was sent to a controller."""
     prompt_tokens: int = 0
@@ -60,11 +60,11 @@ class RequestRecord:
     job: Job | None = None
     """The job of one of its generations."""
 
-    def sent(self, controller: int) -> None:
-        """Note that the request was sent to a controller."""
+    def sent(self, group: str) -> None:
+        """Note that the request was sent to a group, by its name: slots of routing go to others in time."""
         self.attempts += 1
-        if controller not in self.groups:
-            self.groups.append(controller)
+        if group not in self.groups:
+            self.groups.append(group)
 
     def add(self, generation: Generation) -> None:
         """Add a generation that is over."""
