@@ -62,9 +62,9 @@ class _Transport:
             _marks["written"] = _now()
 
 
-class _Protocol(server.BoundedProtocol):
+class _Protocol(server.BoundedProtocol):  # type: ignore[name-defined, misc]  # that is where any tree has it
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(_Transport(transport))  # type: ignore[arg-type]
+        super().connection_made(_Transport(transport))
 
     def data_received(self, data: bytes) -> None:
         if data.startswith(b"POST /v1/completions"):
@@ -107,7 +107,7 @@ def _patch() -> None:
 def main() -> None:
     """Be a router until a signal, then print what was measured."""
     _patch()
-    server.BoundedProtocol = _Protocol  # type: ignore[misc]
+    server.BoundedProtocol = _Protocol  # type: ignore[attr-defined]
     sys.argv[1:] = ["--config", sys.argv[1]]
     router.main()
     note_request()
