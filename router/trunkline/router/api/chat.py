@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from fastapi import APIRouter
 from msgspec import UNSET
@@ -111,26 +112,21 @@ def _plan(service: RouterService, body: ChatRequest) -> ToolPlan:
     return replace(plan, separate=False) if body.separate_reasoning is False else plan
 
 
+@dataclass(eq=False)
 class _ChatAnswer:
     """An answer to one chat completion that is being written: what whole and streamed ones have in common."""
 
-    def __init__(
-        self,
-        service: RouterService,
-        body: ChatRequest,
-        plan: ToolPlan,
-        generation: Generation,
-        turn: SessionTurn | None,
-    ) -> None:
-        self._service = service
-        self._body = body
-        self._plan = plan
-        self._generation = generation
-        self._turn = turn
-        self._head = make_head("chatcmpl", service, body.model)
-        self._count = body.alternatives
-        self._names = token_names(service.tokenizer.vocabulary, body)
-        self._thinks = plan.reasoning is not None and plan.separate
+    _service: RouterService
+    _body: ChatRequest
+    _plan: ToolPlan
+    _generation: Generation
+    _turn: SessionTurn | None
+
+    def __post_init__(self) -> None:
+        self._head = make_head("chatcmpl", self._service, self._body.model)
+        self._count = self._body.alternatives
+        self._names = token_names(self._service.tokenizer.vocabulary, self._body)
+        self._thinks = self._plan.reasoning is not None and self._plan.separate
         self._thoughts: int | None = 0 if self._thinks else None
         """Tokens of thoughts so far; None: the model has none."""
 
@@ -225,16 +221,9 @@ class _StreamedChat(_ChatAnswer):
     last delta of a choice    the rest of its text, and its end; after the last choice's end comes `[DONE]`
     """
 
-    def __init__(
-        self,
-        service: RouterService,
-        body: ChatRequest,
-        plan: ToolPlan,
-        generation: Generation,
-        turn: SessionTurn | None,
-    ) -> None:
-        super().__init__(service, body, plan, generation, turn)
-        self._samples = generation.job.decoding.samples
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._samples = self._generation.job.decoding.samples
         self._parsers = [self._make_parser() for _ in range(self._samples)]
         self._unopened = set(range(self._samples))
         """Choices of which nothing has been sent."""
@@ -244,7 +233,8 @@ class _StreamedChat(_ChatAnswer):
         """The pieces of the answer, if it is a session's turn: they are stored at the end."""
         self._tokens: list[int] = []
         """The tokens of `_written`."""
-        self._is_plain = turn is None and not (body.logprobs or body.return_token_ids or body.counts_along)
+        body = self._body
+        self._is_plain = self._turn is None and not (body.logprobs or body.return_token_ids or body.counts_along)
         """Whether the events of a choice without a parser are made of its text alone."""
         self._texts = TextEvents(
             lambda index, text: self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(content=text)))
