@@ -200,7 +200,7 @@ async def placed_prompt(
     Raises:
         ApiError: As in `modules_job`.
     """
-    _check(body, turn)
+    _check(body)
     if turn is not None and not turn.takes_modules:
         given, param = _given_by_session(body, turn), "session_id"
     else:
@@ -311,7 +311,7 @@ def _given_by_session(body: ChatRequest | CompletionRequest, turn: SessionTurn) 
     return given
 
 
-def _check(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -> None:
+def _check(body: ChatRequest | CompletionRequest) -> None:
     """Refuse parameters that are not available with modules.
 
     Raises:

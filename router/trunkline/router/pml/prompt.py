@@ -154,7 +154,7 @@ class _Resolver:
         """Resolve the prompt itself (`around` 0) or the content of a module's import."""
         steps = list(self._flatten(items, in_role))
         found = [self._import(step[0], around, step[1]) for step in steps if isinstance(step[0], Ref)]
-        self._check_unions(found, around)
+        self._check_unions(found)
         atoms: list[Atom] = []
         done = 0
         for step, _ in steps:
@@ -219,7 +219,7 @@ class _Resolver:
         self.body(ref.items, index, in_role)
         return index
 
-    def _check_unions(self, found: Sequence[int], around: int) -> None:
+    def _check_unions(self, found: Sequence[int]) -> None:
         chosen: dict[int, str] = {}
         for index in found:
             module = self._modules[index]
