@@ -95,7 +95,8 @@ class Session:
         stays in the conversation.
 
         Raises:
-            ChatError: The server refused, failed or went away. The message is then not part of the conversation.
+            ChatError: The server refused, failed or went away. If nothing of the answer had come, the message is
+                not part of the conversation.
         """
         turn = {"role": "user", "content": text}
         system = [{"role": "system", "content": self.system}] if self.system else []
