@@ -355,7 +355,7 @@ def _core(setting: Setting) -> RoutingCore:
         core.set_costs(group, setting.prefill_us, [0.0, setting.load_us, 0.0, 0.0, setting.pull_us])
         if setting.pulls:
             core.set_exports(group, [f"inproc://{group}"])
-        core.set_available(group, True, 0.0)
+        core.set_available(group, True)
     return core
 
 

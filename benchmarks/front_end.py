@@ -154,7 +154,7 @@ class FrontEnd:
         self._core = RoutingCore(("0", "1"), "prefix")
         for controller in range(2):
             self._core.set_identity(controller, IDENTITY)
-            self._core.set_available(controller, True, 0.0)
+            self._core.set_available(controller, True)
         self._loop = asyncio.new_event_loop()
         self._turns = 0
         self._edits: tuple[Edit, ...] = ()

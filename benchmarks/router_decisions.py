@@ -65,7 +65,7 @@ class Cluster:
             self.core.set_identity(controller, IDENTITY)
             if case.peers:
                 self.core.set_exports(controller, [f"tcp://10.0.0.{controller}:7000"])
-            self.core.set_available(controller, True, 0.0)
+            self.core.set_available(controller, True)
         for prompt in self.prompts:
             names = b"".join(whole_chunks(root, prompt, CHUNK))
             for controller in self.rng.sample(range(case.controllers), min(2, case.controllers)):

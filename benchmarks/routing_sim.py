@@ -345,7 +345,7 @@ class Simulation:
     def _noticed(self, index: int) -> None:
         place = self.places[index]
         for core in self._cores:
-            core.set_available(index, False, self._now)
+            core.set_available(index, False)
             core.index.forget(index)
         lost, place.lost = place.lost, []
         for job in lost:
@@ -357,7 +357,7 @@ class Simulation:
     def _come(self, index: int) -> None:
         self.places[index].is_up = True
         for core in self._cores:
-            core.set_available(index, True, self._now)
+            core.set_available(index, True)
 
 
 def _core(setting: Setting, policy: str, seed: int, away: range) -> RoutingCore:
@@ -368,5 +368,5 @@ def _core(setting: Setting, policy: str, seed: int, away: range) -> RoutingCore:
         core.set_costs(index, gpu.prefill_mean_us, [0.0, gpu.load_us, 0.0, 0.0, gpu.pull_us])
         if setting.peers:
             core.set_exports(index, [f"inproc://{index}"])
-        core.set_available(index, index not in away, 0.0)
+        core.set_available(index, index not in away)
     return core

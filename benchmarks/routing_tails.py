@@ -48,7 +48,7 @@ class Conversations:
         for core in self.cores:
             for slot in range(controllers):
                 core.set_identity(slot, IDENTITY)
-                core.set_available(slot, True, 0.0)
+                core.set_available(slot, True)
             if setting == "chunks":
                 core._tails = Tails(bytes_max=0)
         self.running = [0] * controllers

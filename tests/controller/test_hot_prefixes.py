@@ -51,7 +51,7 @@ class Cluster:
             endpoints = self.network.export(group.workers.pool, str(slot), CONFIG.ranks)
             self.core.set_identity(slot, KvIdentity(*group.tree._identity, CHUNK))
             self.core.set_exports(slot, endpoints if pulls else [])
-            self.core.set_available(slot, True, 0.0)
+            self.core.set_available(slot, True)
 
     def ask(self, prompt: list[int]) -> None:
         route = RouteRequest(pack_int32(prompt))

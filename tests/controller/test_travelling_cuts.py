@@ -56,7 +56,7 @@ class Cluster:
             endpoints = self.network.export(group.workers.pool, str(slot), PEERED.ranks)
             self.core.set_identity(slot, KvIdentity(*group.tree._identity, CHUNK))
             self.core.set_exports(slot, endpoints)
-            self.core.set_available(slot, True, 0.0)
+            self.core.set_available(slot, True)
             group.holders_of = partial(self.holders, slot)
             group.kept_of = partial(self.kept, slot)
 

@@ -30,7 +30,7 @@ def ready(controllers: int, **options: Any) -> RoutingCore:
     core = RoutingCore(map(str, range(controllers)), settings=settings, **options)
     for controller in range(controllers):
         core.set_identity(controller, IDENTITY)
-        core.set_available(controller, True, 0.0)
+        core.set_available(controller, True)
     return core
 
 
@@ -104,7 +104,7 @@ class Machine:
             core.loads.report(controller, requests=requests, queued_tokens=queued, kv_used=0.5, running=3)
         elif draw < 0.66:
             is_there = self.rng.random() < 0.8
-            core.set_available(controller, is_there, self.now)
+            core.set_available(controller, is_there)
             if not is_there:
                 self.available.discard(controller)
                 self.others[controller] = (0, 0)
@@ -236,14 +236,14 @@ def test_a_session_is_at_home_until_it_was_sent() -> None:
     core.ended(0, 0.1)
     decision = core.route(request, 0.2)
     assert (decision.controller, decision.reason) == (3, "session")
-    core.set_available(3, False, 0.3)
+    core.set_available(3, False)
     assert core.route(request, 0.4).controller in (0, 1, 2)
 
 
 def test_routers_agree_on_new_sessions() -> None:
     cores = [ready(8, replica_seed=seed) for seed in range(3)]
     for core in cores:
-        core.set_available(5, False, 0.0)
+        core.set_available(5, False)
     for number in range(50):
         request = RouteRequest(packed([number] * 100), session=f"session {number}")
         wanted = int(rendezvous(request.session, [str(c) for c in range(8) if c != 5]))
@@ -298,7 +298,7 @@ def test_failures_pause_a_controller_and_one_request_tries_it() -> None:
     with pytest.raises(NoControllerError, match="controller 0, which the request needs") as refused:
         core.route(pinned, now)
     assert 0 < refused.value.wait_seconds <= 1
-    core.set_available(1, False, now)
+    core.set_available(1, False)
     with pytest.raises(NoControllerError, match="no controller is available"):
         core.route(request, now)
     now += 1
@@ -314,7 +314,7 @@ def test_excluded_controllers_are_the_last_resort() -> None:
     core = ready(3)
     assert core.route(RouteRequest(b"", exclude=frozenset({0, 1})), 0.0).controller == 2
     assert core.route(RouteRequest(b"", exclude=frozenset({0, 1, 2})), 0.0).controller in (0, 1, 2)
-    core.set_available(2, False, 0.0)
+    core.set_available(2, False)
     assert core.route(RouteRequest(b"", exclude=frozenset({0, 1})), 0.0).controller in (0, 1)
 
 
@@ -366,7 +366,7 @@ def test_what_is_decided_behind_the_message(seed: int) -> None:
         session = rng.choice(("", "a", "b"))
         request = RouteRequest(packed([rng.randrange(2)] * rng.randrange(4, 60)), session=session, drops=drops)
         for core in (before, behind):
-            core.set_available(away, is_there or count == 1, now)
+            core.set_available(away, is_there or count == 1)
         usable = sum(before.is_available(controller, now) for controller in range(count))
         if not usable:
             continue

@@ -41,7 +41,7 @@ class Controller:
         told = truth(self.simulation.engine.scheduler.kv.tree)
         core = RoutingCore("0")
         core.set_identity(0, self.identity)
-        core.set_available(0, True, 0.0)
+        core.set_available(0, True)
         core.index.apply(0, b"".join(told), bytes(told.values()))
         return core.route(request, 0.0)
 
@@ -158,7 +158,7 @@ def test_a_text_counts_only_as_a_whole() -> None:
     core = RoutingCore("0")
     identity = KvIdentity(b"m", "float32", 4)
     core.set_identity(0, identity)
-    core.set_available(0, True, 0.0)
+    core.set_available(0, True)
     made = layout([text(range(10), 0), text(range(6), 10, 0)], [(16, 5)])
     request = RouteRequest(pack_int32(range(5)), layout=made)
     first, second, own = prompt_names(request, identity).chains

@@ -41,7 +41,7 @@ def ready(controllers: int, **settings: float) -> RoutingCore:
     for controller in range(controllers):
         core.set_identity(controller, IDENTITY)
         core.set_exports(controller, at(controller))
-        core.set_available(controller, True, 0.0)
+        core.set_available(controller, True)
     return core
 
 
@@ -238,7 +238,7 @@ def test_of_equal_runs_the_one_that_leaves_then_the_less_loaded(leaving: int | N
 def test_a_group_that_drains_or_was_removed_still_gives() -> None:
     core, request = ready(3), RouteRequest(packed(4 * CHUNK))
     tell(core, 1, own_names(request), *[IN_HOST] * 4)
-    core.set_available(1, False, 0.0)
+    core.set_available(1, False)
     core.remove(1, 0.0)
     assert runs(asked(core, request, 0)) == [("1", 0, 4)]
     core.set_exports(1, [])  # its connection is closed

@@ -34,7 +34,7 @@ def ready(*roles: str, policy: str = "prefix", **settings: float) -> RoutingCore
         core.set_role(controller, role)
         core.set_identity(controller, IDENTITY)
         core.set_exports(controller, [f"ipc:///{controller}"])
-        core.set_available(controller, True, 0.0)
+        core.set_available(controller, True)
     return core
 
 
@@ -141,7 +141,7 @@ def test_what_cannot_be_parted_is_not(why: str) -> None:
         case "failed":
             request = msgspec.structs.replace(request, exclude=frozenset([0]))
         case "gone":
-            core.set_available(0, False, 1.0)
+            core.set_available(0, False)
         case _:
             request = long(pinned=1)
     decision = core.route(request, 2.0)
@@ -153,7 +153,7 @@ def test_a_stream_goes_on_where_it_was_planned() -> None:
     busy(core, 2, 50)
     decision = core.route(long(may_part=False, planned=2), 0.0)
     assert (decision.controller, decision.reason) == (2, "planned")
-    core.set_available(2, False, 1.0)
+    core.set_available(2, False)
     assert core.route(long(may_part=False, planned=2), 2.0).controller == 1
 
 
@@ -173,7 +173,7 @@ def test_roles_leave_no_request_without_a_group(seed: int, policy: str) -> None:
                 core.set_role(group, roles[group])
             case "there":
                 there[group] = rng.random() < 0.7
-                core.set_available(group, there[group], float(step))
+                core.set_available(group, there[group])
             case _:
                 busy(core, group, rng.randrange(40), rng.randrange(9000))
         exclude = frozenset(rng.sample(range(count), rng.randrange(count)))

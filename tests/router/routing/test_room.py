@@ -25,7 +25,7 @@ def ready(controllers: int) -> RoutingCore:
     core = RoutingCore(map(str, range(controllers)), settings=RoutingSettings(floor_tokens=1))
     for controller in range(controllers):
         core.set_identity(controller, KvIdentity(b"model", "float32", 4))
-        core.set_available(controller, True, 0.0)
+        core.set_available(controller, True)
     return core
 
 
@@ -81,8 +81,8 @@ def test_room_is_what_was_told_last_by_whom_is_there(seed: int) -> None:
             rooms[controller] = rng.choice((0.0, float(rng.randrange(2000)), inf))
             report(core, controller, rooms[controller], queued=rng.choice((0, 300)))
         elif draw < 0.6:
-            core.set_available(controller, False, 0.0)
-            core.set_available(controller, True, 0.0)
+            core.set_available(controller, False)
+            core.set_available(controller, True)
             core.loads.started(turn)  # unknown tickets change nothing
             rooms[controller] = inf
         elif draw < 0.62:

@@ -84,7 +84,7 @@ class Machine:
         if self.rng.random() < 0.8:
             self.core.set_identity(slot, IDENTITY)
             group.is_known = True
-        self.core.set_available(slot, True, self.now)
+        self.core.set_available(slot, True)
         assert self.core.is_available(slot, self.now), "its failures are forgotten"
 
     def leave(self) -> None:
@@ -94,7 +94,7 @@ class Machine:
         group = self.groups[self.rng.choice(here)]
         self.core.remove(group.slot, self.now)
         group.is_here, group.gone_at = False, self.now + AWAY_SECONDS
-        self.core.set_available(group.slot, True, self.now)
+        self.core.set_available(group.slot, True)
         assert not self.core.is_available(group.slot, self.now), "a late report changes nothing"
         with pytest.raises(ValueError, match="no controller"):
             self.core.remove(group.slot, self.now)
@@ -165,7 +165,7 @@ class Machine:
 def all_names(start: int, count: int) -> list[bytes]:
     core = RoutingCore("0")
     core.set_identity(0, IDENTITY)
-    core.set_available(0, True, 0.0)
+    core.set_available(0, True)
     return core.route(RouteRequest(packed(start, CHUNK * count)), 0.0).names
 
 
@@ -187,7 +187,7 @@ def test_controllers_come_and_go_while_requests_run(seed: int) -> None:
 def test_a_slot_waits_for_the_requests_of_its_last_controller() -> None:
     core = RoutingCore("ab")
     for slot in range(2):
-        core.set_available(slot, True, 0.0)
+        core.set_available(slot, True)
     request = RouteRequest(packed(1, 8), pinned=1)
     core.sent(0, core.route(request, 0.0), request, 0.0)
     core.remove(1, 1.0)
@@ -198,19 +198,19 @@ def test_a_slot_waits_for_the_requests_of_its_last_controller() -> None:
     assert core.add("c") == 2, "the slot of b has a request"
     core.ended(0, later, failed=True)
     assert core.add("d") == 1
-    core.set_available(1, True, later)
+    core.set_available(1, True)
     assert core.is_available(1, later)
 
 
 def test_failures_of_requests_of_an_earlier_life_do_not_count() -> None:
     core = RoutingCore("a")
-    core.set_available(0, True, 0.0)
+    core.set_available(0, True)
     request = RouteRequest(packed(1, 8))
     for ticket in range(5):
         core.sent(ticket, core.route(request, 0.1 * ticket), request, 0.1 * ticket)
     core.remove(0, 1.0)
     assert core.add("a") == 0
-    core.set_available(0, True, 1.0)
+    core.set_available(0, True)
     for ticket in range(5):
         core.ended(ticket, 1.0 + ticket, failed=True)
         assert core.is_available(0, 1.0 + ticket)
@@ -220,7 +220,7 @@ def test_failures_of_requests_of_an_earlier_life_do_not_count() -> None:
 def test_sessions_find_a_controller_that_comes_back_by_its_name() -> None:
     core = RoutingCore("abc")
     for slot in range(3):
-        core.set_available(slot, True, 0.0)
+        core.set_available(slot, True)
     request = RouteRequest(packed(1, 8), session="s")
     first = core.route(request, 0.0)
     core.sent(0, first, request, 0.0)
@@ -232,7 +232,7 @@ def test_sessions_find_a_controller_that_comes_back_by_its_name() -> None:
     core.route(request, late)
     assert first.name not in core.names
     slot = core.add(first.name)
-    core.set_available(slot, True, late)
+    core.set_available(slot, True)
     again = core.route(request, late)
     assert (again.name, again.reason) == (first.name, "session")
 
@@ -246,7 +246,7 @@ def test_thousand_groups_come_and_go() -> None:
         now = float(number)
         slot = core.add(f"group {number}")
         core.set_identity(slot, IDENTITY)
-        core.set_available(slot, True, now)
+        core.set_available(slot, True)
         here.append(slot)
         for start, chain in enumerate(chains):
             core.index.apply(slot, b"".join(chain), b"\1" * 8)
@@ -282,7 +282,7 @@ def test_a_thousand_groups_are_there_at_once(seed: int) -> None:
     def join(name: str, now: float) -> None:
         slots[name] = slot = core.add(name)
         core.set_identity(slot, IDENTITY)
-        core.set_available(slot, True, now)
+        core.set_available(slot, True)
         has[name] = rng.randrange(len(chains))
         core.index.apply(slot, b"".join(chains[has[name]]), b"\1" * 8)
 

@@ -84,7 +84,7 @@ def made_core(*, seed: int = 0) -> RoutingCore:
     core = RoutingCore(NAMES, replica_seed=seed)
     for slot in range(len(NAMES)):
         core.set_identity(slot, MODEL)
-        core.set_available(slot, True, 0.0)
+        core.set_available(slot, True)
     return core
 
 

@@ -162,7 +162,7 @@ def test_decisions_are_remembered_with_what_was_known() -> None:
     core = RoutingCore("01")
     for controller in range(2):
         core.set_identity(controller, KvIdentity(b"m", "f32", 4))
-        core.set_available(controller, True, 0.0)
+        core.set_available(controller, True)
     tokens = np.arange(12, dtype="<i4").tobytes()
     for ticket in range(3):
         exclude = frozenset([0]) if ticket == 2 else frozenset[int]()
@@ -188,7 +188,7 @@ def test_decisions_are_remembered_with_what_was_known() -> None:
 @given(st.integers(1, 5), st.integers(0, 12), st.integers(-2, 15), st.integers(1, 6))
 def test_the_decision_log_is_a_ring(size: int, added: int, after: int, limit: int) -> None:
     core = RoutingCore("0")
-    core.set_available(0, True, 0.0)
+    core.set_available(0, True)
     request = RouteRequest(b"")
     decision = core.route(request, 0.0)
     log = DecisionLog(size)

@@ -207,7 +207,7 @@ class RoutingCore:
         """Return where a controller's ranks export KV to peers, by rank; []: they export none."""
         return self._traits.exports(controller)
 
-    def set_available(self, controller: int, available: bool, now: float) -> None:
+    def set_available(self, controller: int, available: bool) -> None:
         """Set whether a controller can take requests. Only a change has an effect: a controller that comes back
         after failures gets a single request first. One that was removed stays unavailable."""
         if not self._slots.is_present(controller):

@@ -184,7 +184,7 @@ class Dispatcher:
                 core.set_exports(link.index, [])
             self._move_from(link, now)
             return
-        core.set_available(link.index, link.ready, now)
+        core.set_available(link.index, link.ready)
         exports = [] if state is None or link.problem else state.exports
         core.set_exports(link.index, exports, leaves=state is not None and state.status == "draining")
         if state is not None:
