@@ -17,7 +17,7 @@ from trunkline.kvstore.records import RecordStore, open_records
 from trunkline.router.membership.member import Member, Present
 from trunkline.router.routing import handover
 from trunkline.router.routing.core import RoutingCore
-from trunkline.router.routing.handover import PER_TARGET_MAX, Handed, path_names
+from trunkline.router.routing.handover import PER_TARGET_MAX, HandoverCounts, path_names
 from trunkline.router.routing.request import RouteRequest
 from trunkline.router.streams import handovers as module
 from trunkline.router.streams.dispatch import Dispatcher
@@ -47,7 +47,7 @@ class Router:
     def __init__(self, records: RecordStore) -> None:
         self.links = Links()
         self.core = RoutingCore()
-        self.ended_with: list[tuple[str, Handed]] = []
+        self.ended_with: list[tuple[str, HandoverCounts]] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.dispatcher = Dispatcher(self.links, self.core, resume_seconds=5.0, max_context=lambda model: 2048)
         self.feeds = EventFeeds(self._context, self.core.index, self.dispatcher.load_changed)
@@ -55,7 +55,7 @@ class Router:
         self.keeper = LinkKeeper(self.links, self.core, self.feeds, self._connect, handovers=self.handovers)
         self.feeds.open()
 
-    def ended(self, occasion: str, handed: Handed, seconds: float) -> None:
+    def ended(self, occasion: str, handed: HandoverCounts, seconds: float) -> None:
         self.ended_with.append((occasion, handed))
 
     def _connect(self, slot: int, member: Member, peer: WirePeer) -> ControllerLink:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from trunkline.router.routing.policies import POLICIES, RoutingSettings, Turns, View, rendezvous
+from trunkline.router.routing.policies import POLICIES, RoutingSettings, TieBreaker, View, rendezvous
 
 
 def view(controllers: int, **known: Any) -> View:
@@ -40,7 +40,7 @@ def view(controllers: int, **known: Any) -> View:
 
 def chosen(policy: str, seen: View, turns: int = 12) -> set[int]:
     """All that it chooses in so many turns."""
-    rule = POLICIES[policy](RoutingSettings(), Turns(0))
+    rule = POLICIES[policy](RoutingSettings(), TieBreaker(0))
     return {rule.choose(seen)[0] for _ in range(turns)}
 
 

@@ -13,7 +13,7 @@ from trunkline.router.routing.core import NoControllerError, RouteRequest, Routi
 from trunkline.router.routing.index import HOST
 from trunkline.router.routing.names import KvIdentity, prompt_names
 from trunkline.router.routing.policies import POLICIES
-from trunkline.router.routing.roles import Prospect, Stream, prefill_group
+from trunkline.router.routing.roles import Prospect, StreamGroup, prefill_group
 
 CHUNK = 16
 IDENTITY = KvIdentity(b"model", "float32", CHUNK)
@@ -61,7 +61,7 @@ def test_the_prefill_group_with_the_lowest_sum_is_chosen_if_that_is_less(seed: i
             apart_tokens=rng.choice((0, 256)),
             peer_worth=rng.choice((0.0, 0.5, 1.0)),
         )
-        stream = Stream(at, rng.randrange(2000), rng.randrange(4000), rng.random() < 0.5)
+        stream = StreamGroup(at, rng.randrange(2000), rng.randrange(4000), rng.random() < 0.5)
         prospect = Prospect(*(np.array(each) for each in (work, queued, requests, times)))
         chosen = prefill_group(stream, np.array(sorted(prefills)), prospect, settings)
 

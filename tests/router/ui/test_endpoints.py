@@ -17,7 +17,7 @@ from router.harness import ADMIN, DEMO_MODEL, JSON, MESSAGES, RunningRouter, ask
 
 from trunkline.kvstore.records import Reading, RecordKey
 from trunkline.router.messages import TierState, TreeDescription
-from trunkline.router.routing.handover import Handed
+from trunkline.router.routing.handover import HandoverCounts
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.router.ui.assets import PAGE, Assets
 from trunkline.router.ui.stored import FRESH_SECONDS
@@ -169,8 +169,8 @@ def test_what_travels_between_groups(admin: httpx.Client, fake: FakeController, 
         "given_up": {"slow": 4},
     }
     assert found["router"]["handovers"]["drain"]["count"] == 0
-    router.service.metrics.routing.handovers.ended("drain", Handed(paths=3, chunks=40, given_up=1), 1.5)
-    router.service.metrics.routing.handovers.ended("drain", Handed(paths=1, chunks=2), 0.5)
+    router.service.metrics.routing.handovers.ended("drain", HandoverCounts(paths=3, chunks=40, given_up=1), 1.5)
+    router.service.metrics.routing.handovers.ended("drain", HandoverCounts(paths=1, chunks=2), 0.5)
     handed = get(admin, "overview")["router"]["handovers"]
     assert handed["drain"] == {"count": 2, "paths": 4, "chunks": 42, "given_up": 1, "seconds": 2.0}
     assert handed["warm_up"] == {"count": 0, "paths": 0, "chunks": 0, "given_up": 0, "seconds": 0.0}

@@ -199,7 +199,7 @@ class Breaker:
     says nothing: it neither counts as another failure nor closes the breaker.
     """
 
-    __slots__ = ("_failed_at", "_half_open", "_open_until", "_probe", "failures")
+    __slots__ = ("_failed_at", "_half_open", "_open_until", "_trial", "failures")
 
     def __init__(self) -> None:
         self.failures = 0
@@ -207,7 +207,7 @@ class Breaker:
         self._failed_at = float("-inf")
         self._open_until = float("-inf")
         self._half_open = False
-        self._probe = _NO_TRIAL
+        self._trial = _NO_TRIAL
 
     @property
     def is_closed(self) -> bool:
@@ -218,28 +218,28 @@ class Breaker:
         """Return whether a request may be sent."""
         if self.is_closed:
             return True
-        return self._probe == _NO_TRIAL and (self._half_open or now >= self._open_until)
+        return self._trial == _NO_TRIAL and (self._half_open or now >= self._open_until)
 
     def wait_seconds(self, now: float) -> float:
         """Return the seconds until a request may be sent; infinity while the single request of a half-open breaker
         has not ended."""
         if self.allows(now):
             return 0.0
-        return float("inf") if self._probe != _NO_TRIAL else self._open_until - now
+        return float("inf") if self._trial != _NO_TRIAL else self._open_until - now
 
     def sent(self, ticket: int) -> None:
         """Note that a request was sent, allowed or not. In a half-open breaker the first one is the single request
         that decides whether the breaker closes."""
-        if not self.is_closed and self._probe == _NO_TRIAL:
+        if not self.is_closed and self._trial == _NO_TRIAL:
             self._half_open = True
-            self._probe = ticket
+            self._trial = ticket
 
     def succeeded(self, sent_at: float) -> None:
         """Note that a request, sent at `sent_at`, has been admitted."""
         if sent_at > self._failed_at:
             self.failures = 0
             self._half_open = False
-            self._probe = _NO_TRIAL
+            self._trial = _NO_TRIAL
 
     def failed(self, sent_at: float, now: float) -> None:
         """Note that a request, sent at `sent_at`, has failed because of the controller."""
@@ -248,7 +248,7 @@ class Breaker:
         self.failures += 1
         self._failed_at = now
         self._half_open = False
-        self._probe = _NO_TRIAL
+        self._trial = _NO_TRIAL
         if not self.is_closed:
             doublings = min(self.failures - TOLERATED - 1, 10)
             self._open_until = now + min(PAUSE_SECONDS_MAX, PAUSE_SECONDS * 2.0**doublings)
@@ -256,8 +256,8 @@ class Breaker:
     def ended(self, ticket: int) -> None:
         """Note that a request ended in any way. If it was the single request of a half-open breaker, another one
         may follow."""
-        if ticket == self._probe:
-            self._probe = _NO_TRIAL
+        if ticket == self._trial:
+            self._trial = _NO_TRIAL
 
     def back(self) -> None:
         """Allow a single request without delay: the controller reports that it is ready again."""

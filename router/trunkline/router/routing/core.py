@@ -36,9 +36,9 @@ from trunkline.router.routing.index import TIERS, ChunkIndex, Columns, IntArray
 from trunkline.router.routing.names import KvIdentity, prompt_names, with_kept
 from trunkline.router.routing.overlaps import Found, best_way, known_tails, left_behind, missing, own_tail
 from trunkline.router.routing.peers import NOTHING, Given, Run, holders, keeps_cut, kept_runs, pullable, sleeping
-from trunkline.router.routing.policies import POLICIES, Policy, RoutingSettings, Turns, View
+from trunkline.router.routing.policies import POLICIES, Policy, RoutingSettings, TieBreaker, View
 from trunkline.router.routing.request import Decision, RouteRequest, Sleeping, Weighed
-from trunkline.router.routing.roles import Prospect, Stream, prefill_group
+from trunkline.router.routing.roles import Prospect, StreamGroup, prefill_group
 from trunkline.router.routing.slots import Slots
 from trunkline.router.routing.tails import Tails
 from trunkline.router.routing.traits import Traits
@@ -89,7 +89,7 @@ class RoutingCore:
         self.loads = Loads(0)
         self.log = DecisionLog()
         self._policy_name = policy
-        self._policy: Policy = POLICIES[policy](self.settings, Turns(replica_seed))
+        self._policy: Policy = POLICIES[policy](self.settings, TieBreaker(replica_seed))
         self._slots = Slots()
         self._available = np.zeros(0, bool)
         self._breakers: list[Breaker] = []
@@ -412,7 +412,7 @@ class RoutingCore:
         traits, identity = self._traits, self._traits.identity(chosen)
         if identity is None or not traits.exports(chosen):
             return -1
-        stream = Stream(chosen, lacking - pulled, lacking, traits.is_decode(chosen))
+        stream = StreamGroup(chosen, lacking - pulled, lacking, traits.is_decode(chosen))
         prospect = Prospect(work, self.loads.queued, self.loads.inflight, traits.times)
         return prefill_group(stream, np.intersect1d(prefills, traits.peers(identity)), prospect, self.settings)
 

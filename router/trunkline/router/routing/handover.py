@@ -74,7 +74,7 @@ class Handing:
 
 
 @dataclass(slots=True)
-class Handed:
+class HandoverCounts:
     """Counts of the paths of a handover, by what became of them."""
 
     paths: int = 0
@@ -93,7 +93,7 @@ class HandoverPlan:
         Args:
             room: names of the groups that may get paths, and how many chunks each of them may get.
         """
-        self.handed = Handed()
+        self.handed = HandoverCounts()
         self._room = dict(room)
         self._given = dict.fromkeys(room, 0)
         """Number of paths that each group has got."""

@@ -142,7 +142,7 @@ class View(msgspec.Struct, frozen=True):
     open tail: it is the conversation's last turn. -1: not known."""
 
 
-class Turns:
+class TieBreaker:
     """Chooses among equal controllers in turn. Routers with different seeds begin with different controllers."""
 
     def __init__(self, seed: int) -> None:
@@ -168,16 +168,16 @@ class Turns:
 class Policy(Protocol):
     """A rule by which a controller is chosen."""
 
-    def __init__(self, settings: RoutingSettings, turns: Turns) -> None: ...
+    def __init__(self, settings: RoutingSettings, ties: TieBreaker) -> None: ...
 
     def choose(self, view: View) -> tuple[int, str]:
         """Return one of the candidates, and the reason (`Decision.reason`); "": the rule's name."""
 
 
 class _Rule:
-    def __init__(self, settings: RoutingSettings, turns: Turns) -> None:
+    def __init__(self, settings: RoutingSettings, ties: TieBreaker) -> None:
         self.settings = settings
-        self.turns = turns
+        self.ties = ties
 
 
 class PrefixAware(_Rule):
@@ -214,7 +214,7 @@ class PrefixAware(_Rule):
         goes_on = most >= 0 and 2 * view.matched_tokens[most] > view.prompt_tokens
         if goes_on and best * _EQUAL < costs[most] <= self.settings.stay_ratio * best:
             return most, "most"
-        chosen = self.turns.pick(candidates[among <= best * _EQUAL])
+        chosen = self.ties.pick(candidates[among <= best * _EQUAL])
         return chosen, "prefix" if view.matched_tokens[chosen] else "load"
 
     def _place(self, view: View) -> int:
@@ -236,7 +236,7 @@ class RoundRobin(_Rule):
 
     def choose(self, view: View) -> tuple[int, str]:
         """See `Policy`."""
-        return self.turns.pick(view.candidates), ""
+        return self.ties.pick(view.candidates), ""
 
 
 class LeastLoaded(_Rule):
@@ -244,7 +244,7 @@ class LeastLoaded(_Rule):
 
     def choose(self, view: View) -> tuple[int, str]:
         """See `Policy`."""
-        return self.turns.lowest(view.inflight, view.candidates), ""
+        return self.ties.lowest(view.inflight, view.candidates), ""
 
 
 class SessionHash(_Rule):
@@ -254,7 +254,7 @@ class SessionHash(_Rule):
         """See `Policy`."""
         if view.session:
             return rendezvous_among(view.session, view.candidates.tolist(), view.names), ""
-        return self.turns.lowest(view.inflight, view.candidates), ""
+        return self.ties.lowest(view.inflight, view.candidates), ""
 
 
 class Sglang(_Rule):
@@ -268,8 +268,8 @@ class Sglang(_Rule):
         is_unbalanced = load.max() - load.min() > _SGLANG_ABSOLUTE and load.max() > _SGLANG_RELATIVE * load.min()
         matched = view.matched_tokens[view.candidates]
         if not is_unbalanced and matched.max() > _SGLANG_MATCHED * view.prompt_tokens:
-            return self.turns.pick(view.candidates[matched == matched.max()]), ""
-        return self.turns.lowest(view.own_inflight, view.candidates), ""
+            return self.ties.pick(view.candidates[matched == matched.max()]), ""
+        return self.ties.lowest(view.own_inflight, view.candidates), ""
 
 
 class Dynamo(_Rule):
@@ -282,7 +282,7 @@ class Dynamo(_Rule):
     def choose(self, view: View) -> tuple[int, str]:
         """See `Policy`."""
         prefill = np.maximum(0.0, view.queued + view.prompt_tokens - view.matched_tokens)
-        return self.turns.lowest(prefill / view.chunk_size + view.own_blocks, view.candidates), ""
+        return self.ties.lowest(prefill / view.chunk_size + view.own_blocks, view.candidates), ""
 
 
 class LMetric(_Rule):
@@ -291,7 +291,7 @@ class LMetric(_Rule):
     def choose(self, view: View) -> tuple[int, str]:
         """See `Policy`."""
         new = view.prompt_tokens - view.matched_tokens
-        return self.turns.lowest(new * (view.inflight + 1.0), view.candidates), ""
+        return self.ties.lowest(new * (view.inflight + 1.0), view.candidates), ""
 
 
 class LlmD(_Rule):
@@ -307,10 +307,10 @@ class LlmD(_Rule):
         shortness = (among.max() - queue) / width if width else np.ones(len(queue))
         cached = view.matched_tokens / max(1, view.prompt_tokens)
         lack = 7.0 - (3.0 * cached + 2.0 * shortness + 2.0 * (1.0 - view.kv_used))
-        return self.turns.lowest(np.maximum(0.0, lack), view.candidates), ""
+        return self.ties.lowest(np.maximum(0.0, lack), view.candidates), ""
 
 
-POLICIES: Final[dict[str, Callable[[RoutingSettings, Turns], Policy]]] = {
+POLICIES: Final[dict[str, Callable[[RoutingSettings, TieBreaker], Policy]]] = {
     "prefix": PrefixAware,
     "round-robin": RoundRobin,
     "least-loaded": LeastLoaded,

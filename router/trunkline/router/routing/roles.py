@@ -54,7 +54,7 @@ class Prospect(NamedTuple):
     """Measured times to compute and to pull a prompt token, `[controllers, 2]`; 0: not known."""
 
 
-class Stream(NamedTuple):
+class StreamGroup(NamedTuple):
     """The group where a request's stream is to go on."""
 
     controller: int
@@ -66,7 +66,7 @@ class Stream(NamedTuple):
     """Whether its role is `decode`."""
 
 
-def prefill_group(stream: Stream, prefills: IntArray, prospect: Prospect, settings: RoutingSettings) -> int:
+def prefill_group(stream: StreamGroup, prefills: IntArray, prospect: Prospect, settings: RoutingSettings) -> int:
     """Return the group that is to compute a prompt whose stream goes on elsewhere; -1: the stream's own group.
 
     Args:

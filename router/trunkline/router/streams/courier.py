@@ -18,7 +18,7 @@ from trunkline.controller.messages import OffersCall, Prefetch
 from trunkline.router.errors import ApiError
 from trunkline.router.messages import OfferedPath, Offers, Prefetched, State
 from trunkline.router.routing.core import NoControllerError, RoutingCore
-from trunkline.router.routing.handover import Handed, Handing, HandoverPlan, path_names
+from trunkline.router.routing.handover import Handing, HandoverCounts, HandoverPlan, path_names
 from trunkline.router.routing.names import KvIdentity
 from trunkline.router.routing.request import Decision, RouteRequest
 from trunkline.router.streams.link import ControllerLink
@@ -79,7 +79,7 @@ class Courier:
         self._calls: set[asyncio.Task[None]] = set()
 
     @property
-    def handed(self) -> Handed:
+    def handed(self) -> HandoverCounts:
         """What has become of the paths."""
         return self._plan.handed
 

@@ -21,7 +21,7 @@ from weakref import WeakSet
 
 import structlog
 
-from trunkline.controller.messages import Handed as HandedOver
+from trunkline.controller.messages import Handed
 from trunkline.kvstore.records import (
     BusyError,
     Change,
@@ -35,7 +35,7 @@ from trunkline.kvstore.records import (
 from trunkline.router.errors import ApiError
 from trunkline.router.messages import OfferedPath, State
 from trunkline.router.routing.core import RoutingCore
-from trunkline.router.routing.handover import Handed
+from trunkline.router.routing.handover import HandoverCounts
 from trunkline.router.streams.courier import TICK_SECONDS, Courier, identity_of, offers
 from trunkline.router.streams.link import ControllerLink
 from trunkline.router.streams.links import Links
@@ -73,7 +73,7 @@ _log = structlog.get_logger("trunkline.router.streams.handovers")
 class Observer(Protocol):
     """What is told of handovers (`telemetry.handover_metrics`)."""
 
-    def ended(self, occasion: Occasion, handed: Handed, seconds: float) -> None: ...
+    def ended(self, occasion: Occasion, handed: HandoverCounts, seconds: float) -> None: ...
 
 
 class _Lease:
@@ -208,7 +208,7 @@ class Handovers:
         try:
             await self._hand_over(link)
             is_done = True
-            link.tell(lambda _: HandedOver())
+            link.tell(lambda _: Handed())
         finally:
             await lease.close(is_done=is_done)
 

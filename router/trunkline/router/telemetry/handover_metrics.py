@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from trunkline.router.routing.handover import Handed
+from trunkline.router.routing.handover import HandoverCounts
 from trunkline.router.telemetry.metric_families import FamilyRegistry
 
 Occasion = Literal["drain", "warm_up"]
@@ -14,7 +14,7 @@ _SECONDS_BUCKETS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.
 
 @dataclass(frozen=True)
 class Totals:
-    """Handovers of one kind since the start; the fields as those of `Handed`."""
+    """Handovers of one kind since the start; the fields as those of `HandoverCounts`."""
 
     count: int = 0
     paths: int = 0
@@ -44,7 +44,7 @@ class HandoverMetrics:
         )
         self.totals: dict[Occasion, Totals] = {"drain": Totals(), "warm_up": Totals()}
 
-    def ended(self, occasion: Occasion, handed: Handed, seconds: float) -> None:
+    def ended(self, occasion: Occasion, handed: HandoverCounts, seconds: float) -> None:
         """Count a handover that is over."""
         self._paths.labels(occasion, "handed").inc(handed.paths)
         self._paths.labels(occasion, "given_up").inc(handed.given_up)
