@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import subprocess
@@ -93,6 +94,23 @@ def test_folders_that_are_no_checkpoints(tmp_path: Path) -> None:
     assert models.resolve(str(tmp_path)) == tmp_path.resolve()
     with pytest.raises(UserError, match="architecture"):
         plan_cluster(ServeSettings(model=str(tmp_path), port=0))
+
+
+def test_what_cannot_be_read_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for model in ("a" * 5000, f"{'a' * 5000}/b", f"{'b' * 5000}.gguf"):
+        with pytest.raises(UserError, match=r"MODEL is '[ab]{200}', which cannot be read: File name too long"):
+            plan_cluster(ServeSettings(model=model, port=0))
+    refused = PermissionError(errno.EACCES, "Permission denied", "tokenizer.json")
+
+    def refuse(*_: object) -> None:
+        raise refused
+
+    monkeypatch.setattr("trunkline.deploy.supervisor.configs.tokenizer_digest", refuse)
+    with pytest.raises(UserError, match=r"tokenizer\.json cannot be read: Permission denied"):
+        plan_cluster(ServeSettings(port=0))
+    monkeypatch.setattr(models, "_checked", refuse)
+    with pytest.raises(UserError, match="which cannot be read: Permission denied"):
+        models.resolve(str(tmp_path))
 
 
 @pytest.mark.processes

@@ -15,7 +15,7 @@ from rich.console import Console
 from trunkline.deploy.cli.cluster_cli import KeyFile, Port, Url, admin_server, post_as_admin
 from trunkline.deploy.cli.option_commands import run
 from trunkline.deploy.config.option_values import check_records_url, format_bytes, redacted
-from trunkline.deploy.config.record_files import PATIENCE_S, plan_records, take_over
+from trunkline.deploy.config.record_files import PATIENCE_S, old_files, plan_records, take_over
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import DeployError, UserError
 from trunkline.kvstore.records import RecordError, Usage, open_records
@@ -77,6 +77,8 @@ def import_(
 
     def imported() -> None:
         try:
+            if not old_files(folder, []):
+                say(f"Nothing is to be done: {folder} has no records of earlier versions.", "info")
             take_over(_url(records), folder, [], say)
         except OSError as error:
             raise UserError(f"{folder}: {error.strerror or error}") from error

@@ -11,6 +11,7 @@ project's directory of tiers (docs/measurements.md, "Hit rate"), and what the pa
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
@@ -74,7 +75,7 @@ def _sized(model: str, asked: tuple[float, int | None, float, int], dtype: str, 
     check_range("--tp", tp, 1, 4096)
     folder = Path(model).expanduser()
     try:
-        config = read_model_config(folder if (folder / "config.json").is_file() else models.resolve(model))
+        config = read_model_config(folder if os.path.isfile(folder / "config.json") else models.resolve(model))
         check_parallelism(config, tp)
     except WorkerError as error:
         raise UserError(str(error)) from error

@@ -56,7 +56,13 @@ def resolve(model: str, *, needs_weights: bool = True) -> Path:
         raise UserError(
             "MODEL is empty; give 'demo', a folder in Hugging Face format, a .gguf file, or OWNER/NAME of the hub"
         )
-    path = Path(model).expanduser()
+    try:
+        return _resolved(model, Path(model).expanduser(), needs_weights)
+    except OSError as error:
+        raise UserError(f"MODEL is {model[:200]!r}, which cannot be read: {error.strerror or error}") from error
+
+
+def _resolved(model: str, path: Path, needs_weights: bool) -> Path:
     if path.is_dir():
         return _checked(path.resolve(), model, needs_weights)
     if gguf_models.is_gguf(path):

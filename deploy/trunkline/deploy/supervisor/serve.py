@@ -227,6 +227,8 @@ def check_configs(plan: ClusterPlan) -> None:
             config.validate()
     except (ConfigError, WorkerError, ValueError) as error:
         raise UserError(str(error)) from error
+    except OSError as error:  # a file of the model
+        raise UserError(f"{error.filename or plan.folder} cannot be read: {error.strerror or error}") from error
 
 
 def children(plan: ClusterPlan, folder: Path, disk: DiskFolders | None = None) -> list[ChildSpec]:
