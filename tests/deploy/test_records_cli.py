@@ -46,6 +46,12 @@ def test_a_store_is_looked_at(cache_home: Path) -> None:
     assert "end with it" in endangered.stdout
 
 
+def test_an_import_that_finds_nothing_says_so(tmp_path: Path) -> None:
+    done = records("import", str(tmp_path))
+    assert done.exit_code == 0
+    assert "has no records of earlier versions" in done.output.replace("\n", " ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
