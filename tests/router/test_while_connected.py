@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, MutableMapping
 from typing import Any
 
 import pytest
 from starlette.requests import Request
 
-from trunkline.router.http.answers import ClientLeftError, while_connected
+from trunkline.router.errors import ApiError
+from trunkline.router.http.answers import ClientLeftError, EventStream, while_connected
 
 
 class _Work:
@@ -171,5 +173,79 @@ def test_a_client_that_leaves_as_the_work_ends_cancels_nothing_behind_it() -> No
         done.set_result(None)
         assert await outer is made
         assert not made.is_closed
+
+    asyncio.run(run())
+
+
+class _Opening:
+    """A stream of one event, and how its beginning, which waits for `may_begin`, ends."""
+
+    def __init__(self, problem: ApiError | None = None) -> None:
+        self.may_begin = asyncio.Event()
+        self.work, self.client, self.sent = _Work(), _Client(), list[bytes | str]()
+        self.stream = EventStream(self.work, self._events(), begin=self._begin)
+        self._problem = problem
+        self.was_cancelled = False
+
+    async def _begin(self) -> None:
+        try:
+            await self.may_begin.wait()
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+        if self._problem is not None:
+            raise self._problem
+
+    @staticmethod
+    async def _events() -> AsyncIterator[bytes]:
+        yield b"event"
+
+    async def answer(self, scope: dict[str, Any]) -> None:
+        async def send(message: MutableMapping[str, Any]) -> None:
+            self.sent.append(message.get("body", message["type"]))
+
+        await self.stream(scope, self.client._receive, send)
+
+
+def test_a_stream_sends_nothing_before_it_has_begun() -> None:
+    async def run() -> None:
+        opening = _Opening()
+        answer = asyncio.ensure_future(opening.answer({}))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not opening.sent
+        opening.may_begin.set()
+        await answer
+        assert opening.sent == ["http.response.start", b"event", b""]
+        assert opening.work.is_closed
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_what_keeps_a_stream_from_beginning_is_raised_and_its_work_closed(is_inside: bool) -> None:
+    """For a client, and for a reader in the router."""
+
+    async def run() -> None:
+        opening = _Opening(ApiError(503, "not now"))
+        opening.may_begin.set()
+        read: Awaitable[object] = anext(opening.stream.parts()) if is_inside else opening.answer({})
+        with pytest.raises(ApiError, match="not now"):
+            await read
+        assert opening.work.is_closed
+        assert not opening.sent
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_before_a_stream_begins_cancels_its_beginning() -> None:
+    async def run() -> None:
+        opening, scope = _Opening(), dict[str, Any]()
+        answer = asyncio.ensure_future(opening.answer(scope))
+        await asyncio.sleep(0)
+        opening.client.has_left.set()
+        await asyncio.wait_for(answer, 10)
+        assert (opening.was_cancelled, opening.work.is_closed, opening.sent) == (True, True, [])
+        assert scope["state"] == {"client_left": True}
 
     asyncio.run(run())
