@@ -109,6 +109,19 @@ def test_long_contexts_are_split_and_merged(implementation: str, dtype: torch.dt
         case.assert_result(decode(kernels, case, pool))
 
 
+@pairwise(
+    seeded=True, implementation=CPU, dtype=DTYPES, head_dim=(64, 128), rows=(8, 13, 17, 32, 41), threads=(1, 2)
+)
+def test_many_rows_behind_a_prefix(
+    implementation: str, dtype: torch.dtype, head_dim: int, rows: int, threads: int, seed: int
+) -> None:
+    """Many query vectors multiply the prefix, and fetch meanwhile what each row has for itself."""
+    rng = np.random.default_rng(seed)
+    forest = behind_prefix(64, int(rng.integers(2, 7)), rng.integers(1, 65, rows).tolist())
+    kernels = make_kernels(implementation, threads)
+    check_decode(kernels, make_case(forest, make_spec(6, 2, head_dim), dtype, seed), seed)
+
+
 @everywhere
 def test_a_shared_prefix_is_read_once(kernels: Kernels) -> None:
     """The case that the kernels are for: 16 rows, 32 shared chunks."""

@@ -71,13 +71,33 @@ void prepare_states(CpuContext& context, DecodeCall& call, int64_t heads, bool b
   }
 }
 
+// Each unit of many query vectors fetches a part of the pieces of few that come behind all of those. Under a window or a
+// span, which pieces are seen is another question, and nothing is fetched.
+void deal_ahead(const DecodeCall& call, DecodeUnit* units, int64_t count) {
+  if (call.rule.window > 0 || call.rule.span > 0) return;
+  const auto vectors = [&](int32_t piece) {
+    return (call.work.piece_entries[piece + 1] - call.work.piece_entries[piece]) * call.group;
+  };
+  int32_t first = call.work.pieces;
+  while (first > 0 && vectors(first - 1) < kManyVectors) --first;
+  const int64_t few = call.work.pieces - first;
+  int64_t many = 0, number = 0;
+  for (int64_t i = 0; i < count; ++i) many += vectors(units[i].piece) >= kManyVectors;
+  for (int64_t i = 0; i < count; ++i) {
+    if (vectors(units[i].piece) < kManyVectors) continue;
+    units[i].ahead_first = first + static_cast<int32_t>(few * number / many);
+    units[i].ahead_last = first + static_cast<int32_t>(few * ++number / many);
+  }
+}
+
 // All units in the order of the pieces, which merging needs. Pieces of few query vectors, for which reading takes
 // most of the time, are done for several heads at once, as long as every thread gets a few units.
 int64_t list_decode_units(CpuContext& context, const DecodeCall& call, const DecodeUnit** units) {
   const int64_t kv_heads = call.pool.kv_heads, pieces = call.work.pieces;
   auto* list = reinterpret_cast<DecodeUnit*>(
       context.lists.reserve(static_cast<size_t>(pieces * kv_heads) * sizeof(DecodeUnit)));
-  *units = list;
+  DecodeUnit* const begin = list;
+  *units = begin;
   const int64_t threads = context.pool.threads();
   const int64_t heads_max = threads == 1 ? kv_heads : pieces * kv_heads / (threads * kPiecesPerThread);
   for (int32_t piece = 0; piece < pieces; ++piece) {
@@ -87,10 +107,11 @@ int64_t list_decode_units(CpuContext& context, const DecodeCall& call, const Dec
     const int64_t parts = (kv_heads + heads - 1) / heads;
     for (int64_t part = 0; part < parts; ++part) {
       const int64_t first = kv_heads * part / parts, last = kv_heads * (part + 1) / parts;
-      *list++ = {piece, static_cast<int32_t>(first), static_cast<int32_t>(last - first)};
+      *list++ = {piece, static_cast<int32_t>(first), static_cast<int32_t>(last - first), 0, 0};
     }
   }
-  return list - *units;
+  deal_ahead(call, begin, list - begin);
+  return list - begin;
 }
 
 }  // namespace

@@ -100,6 +100,7 @@ struct DecodeCall {
 // A piece for some heads. Several heads: at most kRowBlock query vectors in all.
 struct DecodeUnit {
   int32_t piece, head, heads;
+  int32_t ahead_first, ahead_last;  // pieces whose tiles the unit fetches while it multiplies
 };
 
 struct PrefillCall {

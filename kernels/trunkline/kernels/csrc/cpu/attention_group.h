@@ -27,7 +27,6 @@ TRUNKLINE_INLINE char* tile_of(const PoolView& pool, long block, long layer, lon
 
 // Rows of an open tile's last step up to which only they are read: a step of a tile that just began is mostly empty.
 constexpr int kFewRows = 4;
-constexpr long kLineBytes = 64;
 
 // Columns whose keys lie together, and whose values do, for the head that was loaded last.
 template <class T>

@@ -15,6 +15,7 @@
 #pragma once
 
 #include "attention.h"
+#include "attention_ahead.h"
 #include "attention_group.h"
 #include "attention_memory.h"
 
@@ -88,6 +89,9 @@ class AttentionUnit {
     group_.key_scratch = reinterpret_cast<B*>(memory_.keys);
     group_.value_scratch = reinterpret_cast<B*>(memory_.values);
   }
+
+  // What this unit fetches while it multiplies many vectors, beside its own next tiles.
+  void fetch(TilesAhead& ahead) { ahead_ = &ahead; }
 
   UnitMemory& memory() { return memory_; }
   // Floats of a vector's sums.
@@ -225,6 +229,24 @@ class AttentionUnit {
     return (heads_ > 1 ? tiles - pool_.kv_heads - heads_ + 1 : tiles) * tile;
   }
 
+  // `gemm`, which of many rows fetches what other units read as well.
+  TRUNKLINE_INLINE void product(int m, int n, int steps, const A* const* a, const B* b, long ldb, float* c,
+                                long ldc, bool accumulate, long ahead) {
+    constexpr int kColumns = kMaxVectors * kLanes;
+    if (!kFetchesAhead || ahead_ == nullptr || m < kFetchingRows || n % kColumns != 0)
+      return gemm<T>(m, n, steps, a, b, ldb, c, ldc, accumulate, ahead);
+    const char* fetch[(kRowBlock + kMaxRows - 1) / kMaxRows];
+    const char* own = reinterpret_cast<const char*>(b);
+    if (ahead != 0) ahead_->begin_with(own + ahead, n * steps * static_cast<long>(sizeof(B)));
+    for (int column = 0; column < n; column += kColumns) {
+      for (int block = 0; block < (m + kMaxRows - 1) / kMaxRows; ++block) {
+        const char* lines = ahead_->next(steps * kLineBytes);
+        fetch[block] = lines == nullptr ? own : lines;  // what is in the cache costs nothing
+      }
+      gemm_fetching<T>(m, a, b + column, ldb, steps, c + column, ldc, accumulate, fetch);
+    }
+  }
+
   // Scores of query vectors [first, first + rows) go to the rows of `scores` from `to` on.
   TRUNKLINE_INLINE void score(int h, int first, int rows, int to, const Cursor* next) {
     if constexpr (kBytes) return this->score_bytes(h, first, rows, to, next);
@@ -234,7 +256,7 @@ class AttentionUnit {
     const A* const* queries = reinterpret_cast<const A* const*>(memory_.query_rows) + first;
     for (int p = 0; p < group_.size; ++p) {
       const Part<T>& part = group_.parts[p];
-      gemm<T>(rows, part.columns, (d_ + T::kStep - 1) / T::kStep, queries, part.keys, part.key_stride,
+      product(rows, part.columns, (d_ + T::kStep - 1) / T::kStep, queries, part.keys, part.key_stride,
               memory_.scores + to * kScoreStride + part.column, kScoreStride, false, ahead_of(p, h, false, next));
     }
     if constexpr (kQuantised) {
@@ -303,7 +325,7 @@ class AttentionUnit {
       for (int i = 0; i < rows; ++i) {
         weights[i] = reinterpret_cast<const A*>(memory_.scores + (from + i) * kScoreStride) + word;
       }
-      gemm<T>(rows, values_, part.value_steps, weights, part.values, part.value_stride,
+      product(rows, values_, part.value_steps, weights, part.values, part.value_stride,
               memory_.acc + first * values_, values_, true, ahead_of(p, h, true, next));
     }
   }
@@ -476,6 +498,7 @@ class AttentionUnit {
   const int values_;      // padded width of a value: that of keys if they are not the end of those
   const long head_;
   const int heads_, vectors_;  // per head
+  TilesAhead* ahead_ = nullptr;
   UnitMemory memory_;
   Group<T> group_;
 };

@@ -96,11 +96,14 @@ constexpr int kMaxRows = 4, kMaxVectors = 2;
 #endif
 constexpr int kWideRows = (kMaxRows + 1) / 2, kWideVectors = 2 * kMaxVectors;
 
+constexpr long kLineBytes = 64;
+
 // MR rows times NV vectors. `ldb`: lanes from one step of B to the next. `ahead`: bytes from the first vector of B to
-// what will be read next, of which kAhead vectors are fetched in each step, at the pace of this product.
-template <class T, int MR, int NV, int kAhead>
+// what will be read next, of which kAhead vectors are fetched in each step, at the pace of this product. kLines:
+// what is fetched is one line from `lines` on in each step instead.
+template <class T, int MR, int NV, int kAhead, bool kLines = false>
 TRUNKLINE_INLINE void gemm_tile(const typename T::A* const* rows, const typename T::B* b, long ldb, int steps,
-                                float* c, long ldc, bool accumulate, long ahead) {
+                                float* c, long ldc, bool accumulate, long ahead, const char* lines = nullptr) {
   const typename T::A* a[MR];
   TRUNKLINE_UNROLL for (int m = 0; m < MR; ++m) a[m] = rows[m];
   Vec acc[NV][MR];
@@ -108,6 +111,7 @@ TRUNKLINE_INLINE void gemm_tile(const typename T::A* const* rows, const typename
     TRUNKLINE_UNROLL for (int m = 0; m < MR; ++m) acc[v][m] = accumulate ? load(c + m * ldc + v * kLanes) : zero();
   }
   for (int k = 0; k < steps; ++k) {
+    if constexpr (kLines) prefetch_second(lines + k * kLineBytes);
     TRUNKLINE_UNROLL for (int v = 0; v < NV; ++v) {
       if (v < kAhead) prefetch_second(reinterpret_cast<const char*>(b + v * kLanes) + ahead);
       T::template step<MR>(acc[v], a, k, b + v * kLanes);
@@ -153,6 +157,24 @@ template <class T, int NV, int kRows>
       gemm_block<T, NV, kHalf, kRows>(height, a, b, ldb, steps, c, ldc, accumulate, fetch);
     } else {
       gemm_block<T, NV, 0, kRows>(height, a, b, ldb, steps, c, ldc, accumulate, 0);
+    }
+    a += height, c += height * ldc, m -= height;
+  }
+}
+
+// C `[m, kMaxVectors * kLanes]` (+)= A B for at least kFetchingRows rows; each block of rows fetches a line in each step,
+// from where `fetch` says for it. So many rows have blocks of kMaxRows or one less.
+constexpr int kFetchingRows = 4 * kMaxRows;
+
+template <class T>
+[[gnu::noinline]] void gemm_fetching(int m, const typename T::A* const* a, const typename T::B* b, long ldb,
+                                     int steps, float* c, long ldc, bool accumulate, const char* const* fetch) {
+  for (int blocks = (m + kMaxRows - 1) / kMaxRows; blocks > 0; --blocks, ++fetch) {
+    const int height = (m + blocks - 1) / blocks;
+    if (height == kMaxRows) {
+      gemm_tile<T, kMaxRows, kMaxVectors, 0, true>(a, b, ldb, steps, c, ldc, accumulate, 0, *fetch);
+    } else {
+      gemm_tile<T, kMaxRows - 1, kMaxVectors, 0, true>(a, b, ldb, steps, c, ldc, accumulate, 0, *fetch);
     }
     a += height, c += height * ldc, m -= height;
   }

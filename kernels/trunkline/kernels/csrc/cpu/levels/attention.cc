@@ -226,6 +226,8 @@ void decode_unit(const DecodeCall& call, const DecodeUnit& chosen, char* scratch
             0,
             INT32_MIN,
             INT32_MAX};
+  TilesAhead ahead(call, chosen.ahead_first, chosen.ahead_last);
+  if (chosen.ahead_first < chosen.ahead_last) unit.fetch(ahead);
   const bool windowed = call.rule.window > 0;
   if (windowed) at.see_from = lowest - call.rule.window + 1, at.see_to = highest;
   if (call.rule.span > 0) at.see_from = farthest;
