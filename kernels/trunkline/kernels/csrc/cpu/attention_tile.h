@@ -18,6 +18,7 @@
 #include "attention_ahead.h"
 #include "attention_group.h"
 #include "attention_memory.h"
+#include "attention_result.h"
 
 namespace trunkline::TRUNKLINE_NAMESPACE {
 namespace {
@@ -33,27 +34,6 @@ struct Adjustment {
   bool by_reach;       // the lower limit is each query's own
   float lower, upper;  // distances key - query in [lower, upper) are visible
 };
-
-// The factor that makes a result of the sum of weighted values; 0: nothing was seen. A sink joins the weights here,
-// once, when all parts of a context have been merged.
-TRUNKLINE_INLINE float result_factor(const ScoreRule& rule, int64_t query_head, float total, float peak) {
-  if (total == 0.0f) return 0.0f;
-  if (rule.sinks == nullptr) return 1.0f / total;
-  const float sink = rule.sinks[query_head] * kLog2E;
-  const float highest = sink > peak ? sink : peak;
-  float weights[2 * kLanes];
-  store(weights, exp2(set1(peak - highest))), store(weights + kLanes, exp2(set1(sink - highest)));
-  return weights[0] / (total * weights[0] + weights[kLanes]);
-}
-
-// A vector's sum of weighted values, times `factor`, in the form of T's memory.
-template <class T>
-TRUNKLINE_INLINE void write_scaled(const float* acc, float factor, int d, char* out) {
-  auto* to = reinterpret_cast<typename T::Storage*>(out);
-  int j = 0;
-  for (; j + kLanes <= d; j += kLanes) T::store_floats(to + j, mul(load(acc + j), set1(factor)));
-  for (; j < d; ++j) to[j] = T::from_float(acc[j] * factor);
-}
 
 // T is what keys and values are multiplied as (`Attending`). Queries come and results leave in the form of a type that
 // attends as T.
@@ -451,7 +431,16 @@ class AttentionUnit {
     float* lanes = memory_.total + row * kTotalLanes;
     Vec sums[kTotalLanes / kLanes];
     for (int i = 0; i < kTotalLanes / kLanes; ++i) sums[i] = load(lanes + i * kLanes);
-    for (int c = 0; c < columns; c += kTotalLanes) {
+    int c = 0;
+    if constexpr (kPackedWeights) {
+      for (; c + 2 * kLanes <= columns; c += 2 * kLanes) {
+        const Vec weight = weight_of(fma(load(scores + c), scale, offset));
+        const Vec second = weight_of(fma(load(scores + c + kLanes), scale, offset));
+        sums[0] = add(add(sums[0], weight), second);
+        store_bf16(reinterpret_cast<uint16_t*>(scores) + c, weight, second);
+      }
+    }
+    for (; c < columns; c += kTotalLanes) {
       for (int i = 0; i < kTotalLanes / kLanes; ++i) {
         const int at = c + i * kLanes;
         const Vec weight = weight_of(fma(load(scores + at), scale, offset));

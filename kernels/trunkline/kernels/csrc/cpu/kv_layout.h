@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "gemm.h"
+#include "simd_integers.h"
 
 namespace trunkline::TRUNKLINE_NAMESPACE {
 namespace {
@@ -32,7 +33,9 @@ inline void transpose(const uint32_t* from, long rows, long columns, long from_s
 
 // Rows of pairs: `to[j] = (even[j], odd[j])`.
 TRUNKLINE_INLINE void interleave(const uint16_t* even, const uint16_t* odd, uint32_t* to, long n) {
-  for (long j = 0; j < n; ++j) to[j] = uint32_t{even[j]} | (uint32_t{odd[j]} << 16);
+  long j = 0;
+  for (; j + 2 * kLanes <= n; j += 2 * kLanes) pair_halves(even + j, odd + j, to + j);
+  for (; j < n; ++j) to[j] = uint32_t{even[j]} | (uint32_t{odd[j]} << 16);
 }
 
 TRUNKLINE_INLINE void split_pairs(const uint32_t* from, uint16_t* even, uint16_t* odd, long n) {

@@ -11,6 +11,14 @@ namespace {
 // Lanes of 32 bits, as bits, bytes or integers.
 TRUNKLINE_INLINE Bits load_words(const void* p) { return _mm512_loadu_si512(p); }
 TRUNKLINE_INLINE void store_words(void* p, Bits b) { _mm512_storeu_si512(p, b); }
+// 2 * kLanes words whose halves are those of `low` and `high`.
+TRUNKLINE_INLINE void pair_halves(const uint16_t* low, const uint16_t* high, uint32_t* to) {
+  const __m512i parts = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m512i a = _mm512_permutexvar_epi64(parts, _mm512_loadu_si512(low));
+  const __m512i b = _mm512_permutexvar_epi64(parts, _mm512_loadu_si512(high));
+  _mm512_storeu_si512(to, _mm512_unpacklo_epi16(a, b));
+  _mm512_storeu_si512(to + kLanes, _mm512_unpackhi_epi16(a, b));
+}
 TRUNKLINE_INLINE Bits set1_word(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
 TRUNKLINE_INLINE Bits bits_and(Bits a, Bits b) { return _mm512_and_si512(a, b); }
 TRUNKLINE_INLINE Bits bits_or(Bits a, Bits b) { return _mm512_or_si512(a, b); }
@@ -74,22 +82,16 @@ TRUNKLINE_INLINE void all_pairs_of_float8(Bits b, Bits& even, Bits& odd) {
   even = _mm512_or_si512(even, _mm512_and_si512(_mm512_slli_epi16(b, 8), sign));
   odd = _mm512_or_si512(odd, _mm512_and_si512(b, sign));
 }
-// 2^x for numbers that become bf16: relative error below 2^-20; below x = -126, and of -infinity, it is exactly
-// zero, of NaN it is NaN. x = k / 16 + r: 2^(k / 16) comes from a table and an addition to the exponent, 2^r from a
-// short polynomial. Half the multiplications of `exp2`: products beside it leave no more.
+// 2^x for weights of values of 8 bits, as bf16 has: relative error below 2^-13.5; of -infinity it is exactly zero, of
+// NaN it is NaN. The part of x behind the point and the power of its whole part are an instruction each, which need no
+// bounds; the polynomial has the least relative error on [0, 1).
 TRUNKLINE_INLINE Vec exp2_for_bf16(Vec x) {
-  // Bits of 2^(i / 16), minus i where the lowest bits of k are added.
-  alignas(64) static constexpr uint32_t kRoots[16] = {
-      0x3f800000, 0x3f7daac3, 0x3f7b95c2, 0x3f79c3d3, 0x3f7837f0, 0x3f76f532, 0x3f75fed7, 0x3f75583f,
-      0x3f7504f3, 0x3f7508a4, 0x3f75672a, 0x3f76248c, 0x3f7744fd, 0x3f78ccdf, 0x3f7ac0c7, 0x3f7d257d};
-  const Vec steps = set1(786432.0f);  // 1.5 * 2^19: a sum has no bits below 1 / 16
-  const Vec sum = add(x, steps);
-  const Vec r = sub(x, sub(sum, steps));
-  const Bits k = as_words(sum), roots = _mm512_permutexvar_epi32(k, _mm512_load_si512(kRoots));
-  const Vec power = as_floats(_mm512_add_epi32(roots, shift_left(k, 19)));
-  const Vec rest = mul(r, fma(r, set1(0.24022651f), set1(0.69318718f)));
-  const __mmask16 kept = _mm512_cmp_ps_mask(x, set1(-126.0f), _CMP_NLT_UQ);
-  return _mm512_maskz_fmadd_ps(kept, power, rest, power);
+  const Vec f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  Vec p = set1(0.0780245226f);
+  p = fma(p, f, set1(0.226067155f));
+  p = fma(p, f, set1(0.69583354f));
+  p = fma(p, f, set1(0.999925219f));
+  return _mm512_scalef_ps(p, x);
 }
 #else
 constexpr int kDotWords = 2;
@@ -104,6 +106,13 @@ TRUNKLINE_INLINE Bits dot_bytes(Bits sum, Bits bytes, const uint32_t* x) {
 
 TRUNKLINE_INLINE Bits load_words(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 TRUNKLINE_INLINE void store_words(void* p, Bits b) { _mm256_storeu_si256(static_cast<__m256i*>(p), b); }
+TRUNKLINE_INLINE void pair_halves(const uint16_t* low, const uint16_t* high, uint32_t* to) {
+  const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(low));
+  const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high));
+  const __m256i a = _mm256_permute4x64_epi64(first, 0xd8), b = _mm256_permute4x64_epi64(second, 0xd8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_unpacklo_epi16(a, b));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + kLanes), _mm256_unpackhi_epi16(a, b));
+}
 TRUNKLINE_INLINE Bits set1_word(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
 TRUNKLINE_INLINE Bits bits_and(Bits a, Bits b) { return _mm256_and_si256(a, b); }
 TRUNKLINE_INLINE Bits bits_or(Bits a, Bits b) { return _mm256_or_si256(a, b); }
@@ -144,6 +153,9 @@ TRUNKLINE_INLINE Bits load_words(const void* p) {
   return b;
 }
 TRUNKLINE_INLINE void store_words(void* p, Bits b) { std::memcpy(p, &b, 16); }
+TRUNKLINE_INLINE void pair_halves(const uint16_t* low, const uint16_t* high, uint32_t* to) {
+  for (int i = 0; i < 2 * kLanes; ++i) to[i] = uint32_t{low[i]} | (uint32_t{high[i]} << 16);
+}
 TRUNKLINE_INLINE Bits set1_word(uint32_t x) { return Bits{x, x, x, x}; }
 TRUNKLINE_INLINE Bits bits_and(Bits a, Bits b) { return a & b; }
 TRUNKLINE_INLINE Bits bits_or(Bits a, Bits b) { return a | b; }
@@ -196,6 +208,16 @@ TRUNKLINE_INLINE Bits dot_bytes(Bits sum, Bits bytes, const uint32_t* x) {
 }
 
 #endif
+
+// Two vectors, `x` first: where there is an instruction for it, in the time of one.
+TRUNKLINE_INLINE void store_bf16(uint16_t* p, Vec x, Vec y) {
+#if TRUNKLINE_LEVEL >= 3
+  const __m512bh both = _mm512_cvtne2ps_pbh(y, x);
+  std::memcpy(p, &both, 64);
+#else
+  store_bf16(p, x), store_bf16(p + kLanes, y);
+#endif
+}
 
 // The floats of 8 bits (e4m3, no NaN) in byte 3 of each lane, times 2^-8, exactly. With 112 more in the exponent a
 // normal number m stands for itself; a subnormal one has a leading one too many, which 2 m - 2^-14 takes away again.
