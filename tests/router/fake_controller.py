@@ -177,9 +177,7 @@ class FakeModules:
         elif call.op == "cancel":
             return ModulesReply(seq, call.ticket, "cancelled")
         there = [(call.salt, text.tokens) in self.texts for text in call.texts]
-        blocks = [
-            -(-len(text.tokens) // 256) if found else 0 for text, found in zip(call.texts, there, strict=True)
-        ]
+        blocks = [-(-len(text.tokens) // 256) * found for text, found in zip(call.texts, there, strict=True)]
         return ModulesReply(
             seq,
             call.ticket,
