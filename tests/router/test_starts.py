@@ -1,4 +1,4 @@
-"""That a controller has begun a request is noted once, and before its end."""
+"""That a controller has begun a request is noted once, and before its end; why it has it, behind its message."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import asyncio
 import pytest
 import zmq
 
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.jobs.job import Job
 from trunkline.router.membership.member import Member
 from trunkline.router.messages import FinishReason, Started
 from trunkline.router.routing.core import RoutingCore
-from trunkline.router.routing.request import RouteRequest
+from trunkline.router.routing.names import KvIdentity
+from trunkline.router.routing.request import Decision, RouteRequest
 from trunkline.router.streams.dispatch import Dispatcher
 from trunkline.router.streams.link import ControllerLink
 from trunkline.router.streams.links import Links
@@ -64,6 +66,30 @@ def test_what_a_lost_controller_began_is_not_noted_behind_its_loss(reason: Finis
         desk.dispatcher.finished(attempt, End(reason))
         await asyncio.sleep(0)
         assert noted == ([bytes(16)] if reason == FinishReason.STOP else [])
+
+    with zmq.Context() as context:
+        asyncio.run(run())
+
+
+def test_what_is_decided_behind_a_request_is_noted_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one controller: the message leaves before its chunks are looked up. Metrics and what is learnt wait."""
+
+    async def run() -> None:
+        core, links, told = RoutingCore(), Links(), list[Decision]()
+        link = ControllerLink(core.add("a"), Member("a", "tcp://a:1"), context, 10.0)
+        links.add(link)
+        core.set_identity(link.index, KvIdentity(b"model", "float32", 4))
+        core.set_available(link.index, True)
+        monkeypatch.setattr(link, "submit", lambda make, attempt: make(1).request)
+        dispatcher = Dispatcher(
+            links, core, resume_seconds=0.0, max_context=lambda model: 2048, learns=True, on_route=told.append
+        )
+        job = Job(prompt=list(range(9)), max_tokens=1, sampling=Sampling(), eos_ids=frozenset({1}))
+        stream = dispatcher.submit(job, RouteRequest(pack_int32(job.prompt)))
+        (attempt,) = dispatcher._routed[stream.request].attempts.values()
+        (decision,) = told
+        assert (decision.new_tokens, decision.blocks, len(decision.names)) == (9, 3, 2)
+        assert attempt.names == decision.names
 
     with zmq.Context() as context:
         asyncio.run(run())
