@@ -45,10 +45,11 @@ def test_refusals(
     http: httpx.Client, fake: FakeController, stream: bool, reason: FinishReason, status: int, code: str
 ) -> None:
     fake.behaviour.refuse = reason
-    response = http.post("/v1/chat/completions", json=CHAT | {"stream": stream})
-    assert response.status_code == status
-    assert response.json()["error"]["code"] == code
-    assert ("retry-after" in response.headers) == (status != 400)
+    for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", LONG)):
+        response = http.post(path, json=body | {"stream": stream})
+        assert response.status_code == status
+        assert response.json()["error"]["code"] == code
+        assert ("retry-after" in response.headers) == (status != 400)
 
 
 def test_engine_fails_mid_stream(router: RunningRouter, http: httpx.Client, fake: FakeController) -> None:
