@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import platform
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,7 +15,7 @@ from contextvars import ContextVar
 import pytest
 import structlog
 
-from trunkline.runtime.process import RareLog, configure_logging
+from trunkline.runtime.process import RareLog, _SchedAttr, ask_for_short_slices, configure_logging
 
 
 @pytest.fixture(autouse=True)
@@ -97,3 +100,33 @@ def test_rare_lines_are_counted() -> None:
     for kind in range(1000):
         rare.warning(f"kind {kind}", 0.0)
     assert len(rare.counts) <= 65
+
+
+def own_slice() -> _SchedAttr:
+    """How the kernel schedules this thread."""
+    found, call = _SchedAttr(), {"x86_64": 315, "aarch64": 275}[platform.machine()]
+    assert ctypes.CDLL(None).syscall(call, 0, ctypes.byref(found), ctypes.sizeof(found), 0) == 0
+    return found
+
+
+@pytest.mark.skipif(
+    tuple(map(int, os.uname().release.split(".")[:2])) < (6, 12), reason="this kernel has one length of slices"
+)
+def test_short_slices_are_for_all_threads_to_come() -> None:
+    slices = []
+
+    def with_a_child() -> None:
+        slices.append(own_slice())
+        ask_for_short_slices()
+        slices.append(own_slice())
+        child = threading.Thread(target=lambda: slices.append(own_slice()))
+        child.start()
+        child.join()
+
+    thread = threading.Thread(target=with_a_child)
+    thread.start()
+    thread.join()
+    before, asked, child = slices
+    assert before.runtime_ns > asked.runtime_ns == child.runtime_ns == 100_000
+    assert (asked.policy, asked.nice) == (child.policy, child.nice) == (before.policy, before.nice)
+    assert own_slice().runtime_ns == before.runtime_ns, "other threads have the slices that they had"
