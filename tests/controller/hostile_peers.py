@@ -121,7 +121,6 @@ class Group:
         """What becomes of a step's result before it is sent."""
         self.has_lied = False
         """Whether these workers said other tokens or beams than they drew, in a form that a right worker uses."""
-        self.leaves = 0
         self.form()
 
     def socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:

@@ -13,7 +13,7 @@ own path. Memory is bounded: without room for an index, a sequence does without 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import log1p
 from typing import Final
 
@@ -77,10 +77,7 @@ class Drafter:
         self._unindexed: deque[Follower] = deque()
         """Followers whose prompts are not wholly indexed, in order of arrival."""
         self._index_bytes = 0
-        self._held: list[tuple[Slots, Int32Array]] = []
-        """The tokens of the latest steps, which no follower has got yet: `[rows]`, or `[positions, rows]`."""
-        self._held_count = 0
-        """Number of tokens of each sequence that are held, at most."""
+        self._held = _HeldTokens()
         self._rest = 1
         """Number of steps whose tokens are held before they are looked at."""
         self._tenants = TenantTexts()
@@ -134,17 +131,17 @@ class Drafter:
         if self._serial is not None:
             self._serial.tokens += tokens.size
         if self._followers:
-            self._held.append((slots, tokens))
-            self._held_count += 1 if tokens.ndim == 1 else len(tokens)
-            if self._held_count >= self._rest:
+            self._held.steps.append((slots, tokens))
+            self._held.count += 1 if tokens.ndim == 1 else len(tokens)
+            if self._held.count >= self._rest:
                 self._look()
         if self._unindexed or self._tenants.waits:
             self._index_prompts()
 
     def _look(self) -> None:
         """Look at the tokens that are held, as far as the allowance admits, and decide when to look again."""
-        if self._allowance.is_broke and self._held_count < HELD_MAX:
-            self._rest = min(self._held_count + self._allowance.broke_steps, HELD_MAX)
+        if self._allowance.is_broke and self._held.count < HELD_MAX:
+            self._rest = min(self._held.count + self._allowance.broke_steps, HELD_MAX)
             return
         for follower in self._hand_over():
             self._advance(follower)
@@ -158,7 +155,7 @@ class Drafter:
 
     def _hand_over(self) -> list[Follower]:
         """Give the tokens that are held to their followers; return those that are due."""
-        held, self._held, self._held_count = self._held, [], 0
+        held, self._held = self._held.steps, _HeldTokens()
         due: list[Follower] = []
         while held:
             slots, count = held[0][0], 1
@@ -232,7 +229,7 @@ class Drafter:
             return 0
         if (self._unindexed or self._tenants.waits) and not self._allowance.is_broke:
             return 0
-        return max(0, self._rest - self._held_count) if self._followers else CALM_STEPS_MAX
+        return max(0, self._rest - self._held.count) if self._followers else CALM_STEPS_MAX
 
     def settle(self, slots: Slots, tokens: Int32Array, steps: list[int]) -> None:
         """Take in the tokens of steps that were neither `planned` nor `answered` here."""
@@ -268,7 +265,7 @@ class Drafter:
         self._least = least = self._lengths.least_chance(len(slots), prefill_tokens)
         placed, most = self._placed, self._placed * log1p(DRAFT_MAX)
         if (
-            self._held
+            self._held.steps
             or self._allowance.is_broke
             or not self._lengths.may_pay(len(slots), prefill_tokens, most, placed)
         ):
@@ -310,6 +307,16 @@ class Drafter:
         whole_us = self._lengths.bubble.answered(step, now, elapsed_us)
         if self._serial is not None:
             self._serial.whole_us = whole_us
+
+
+@dataclass(slots=True)
+class _HeldTokens:
+    """The tokens of the latest steps, which no follower has got yet."""
+
+    steps: list[tuple[Slots, Int32Array]] = field(default_factory=list)
+    """The slots of each step's rows, and its tokens: `[rows]`, or `[positions, rows]`."""
+    count: int = 0
+    """Number of tokens of each sequence, at most."""
 
 
 @dataclass(slots=True)
