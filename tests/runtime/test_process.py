@@ -15,7 +15,14 @@ from contextvars import ContextVar
 import pytest
 import structlog
 
-from trunkline.runtime.process import RareLog, _SchedAttr, ask_for_short_slices, configure_logging
+from trunkline.runtime.process import (
+    SHORT_SLICES_NS,
+    USUAL_SLICES,
+    RareLog,
+    _SchedAttr,
+    ask_for_slices,
+    configure_logging,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -117,16 +124,18 @@ def test_short_slices_are_for_all_threads_to_come() -> None:
 
     def with_a_child() -> None:
         slices.append(own_slice())
-        ask_for_short_slices()
+        ask_for_slices(SHORT_SLICES_NS)
         slices.append(own_slice())
         child = threading.Thread(target=lambda: slices.append(own_slice()))
         child.start()
         child.join()
+        ask_for_slices(USUAL_SLICES)
+        slices.append(own_slice())
 
     thread = threading.Thread(target=with_a_child)
     thread.start()
     thread.join()
-    before, asked, child = slices
-    assert before.runtime_ns > asked.runtime_ns == child.runtime_ns == 100_000
+    before, asked, child, after = slices
+    assert before.runtime_ns == after.runtime_ns > asked.runtime_ns == child.runtime_ns == SHORT_SLICES_NS
     assert (asked.policy, asked.nice) == (child.policy, child.nice) == (before.policy, before.nice)
     assert own_slice().runtime_ns == before.runtime_ns, "other threads have the slices that they had"

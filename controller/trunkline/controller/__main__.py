@@ -14,7 +14,7 @@ from trunkline.controller.config import ControllerConfig
 from trunkline.controller.engine_config import ConfigError
 from trunkline.controller.service.service import ControllerService
 from trunkline.controller.storage.database import DatabaseInUseError
-from trunkline.runtime.process import ask_for_short_slices, enter_role, spare_the_collector
+from trunkline.runtime.process import SHORT_SLICES_NS, ask_for_slices, enter_role, spare_the_collector
 from trunkline.runtime.tracing import TracingError
 from trunkline.runtime.wire_keys import WireKeysError
 
@@ -38,7 +38,7 @@ def main() -> int:
         log_format=config.log_format,
         group=config.group,
     )
-    ask_for_short_slices()
+    ask_for_slices(SHORT_SLICES_NS)
     try:
         service = ControllerService(config)
     except zmq.ZMQError as error:  # an address in use, a folder that is not there, a path too long

@@ -14,7 +14,7 @@ import trunkline.runtime.light_imports  # noqa: F401 (before what imports struct
 from trunkline.router.config import load_config
 from trunkline.router.request_context import log_fields
 from trunkline.router.server import inherited, listen, serve
-from trunkline.runtime.process import ask_for_short_slices, enter_role
+from trunkline.runtime.process import SHORT_SLICES_NS, ask_for_slices, enter_role
 
 
 def main() -> int:
@@ -39,7 +39,7 @@ def main() -> int:
             context=log_fields,
             **fields,
         )
-        ask_for_short_slices()
+        ask_for_slices(SHORT_SLICES_NS)
         listener = inherited(config.listen_fd) if config.listen_fd else listen(config.host, config.port)
         with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve(config, listener))

@@ -34,7 +34,9 @@ children."""
 _KINDS_MAX: Final = 64
 """Largest number of kinds of warnings that a `RareLog` counts separately."""
 _ALLOCATIONS_PER_COLLECTION: Final = 20_000
-_SLICE_NS: Final = 100_000
+SHORT_SLICES_NS: Final = 100_000
+"""For threads that pass messages on (`ask_for_slices`)."""
+USUAL_SLICES: Final = 0
 _SCHED_SETATTR: Final = {"x86_64": 314, "aarch64": 274}
 """The call's number by machine, from <asm/unistd.h>: the C library has no name for it before glibc 2.41."""
 
@@ -86,13 +88,16 @@ def spare_the_collector() -> None:
     gc.set_threshold(_ALLOCATIONS_PER_COLLECTION, *gc.get_threshold()[1:])
 
 
-def ask_for_short_slices() -> None:
-    """Ask the kernel for short turns on a processor, for this thread and all that it starts from now on.
+def ask_for_slices(length_ns: int) -> None:
+    """Ask the kernel for turns of this length on a processor, for this thread and all that it starts from now on.
 
-    For processes that pass messages on: they run for a fraction of a millisecond and sleep again, beside workers
+    Threads that pass messages on run for a fraction of a millisecond and sleep again, beside threads of workers
     that compute on all processors for milliseconds. Since Linux 6.12 a thread that wakes up takes a processor from
-    one with a longer slice at once; with equal slices a message may wait for the rest of the other's. The share of
-    the processors that each gets stays the same. Elsewhere this does nothing.
+    one with longer slices at once; with equal slices a message may wait for the rest of the other's. The share of
+    the processors that each gets stays the same. Where slices have one length this does nothing.
+
+    Args:
+        length_ns: `SHORT_SLICES_NS` or `USUAL_SLICES`.
     """
     call = _SCHED_SETATTR.get(os.uname().machine) if sys.platform == "linux" else None
     if call is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
@@ -101,7 +106,7 @@ def ask_for_short_slices() -> None:
         size=ctypes.sizeof(_SchedAttr),
         policy=os.SCHED_OTHER,
         nice=os.getpriority(os.PRIO_PROCESS, 0),
-        runtime_ns=_SLICE_NS,
+        runtime_ns=length_ns,
     )
     ctypes.CDLL(None).syscall(call, 0, ctypes.byref(wish), 0)  # a kernel that refuses it goes on as before
 

@@ -27,7 +27,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from trunkline.controller.reports import LoadProgress, WorkerFailed, WorkerReady
-from trunkline.runtime.process import RareLog, report_status
+from trunkline.runtime.process import SHORT_SLICES_NS, USUAL_SLICES, RareLog, ask_for_slices, report_status
 from trunkline.runtime.tracing import start as start_tracing
 from trunkline.runtime.wire_peer import HANDSHAKE_FAILED
 from trunkline.worker.config import WorkerConfig
@@ -167,9 +167,11 @@ def serve(config: WorkerConfig, load: Callable[[WorkerConfig, Callable[[str, flo
     A failure of any kind is reported as `WorkerFailed`. The exit code is then 1; `EXIT_CONFIG` if the failure will
     come again however often the rank is started; `EXIT_LEFT` if another rank or the controller has failed.
     """
+    ask_for_slices(SHORT_SLICES_NS)  # for ZeroMQ's threads and the watchdog, which begin here
     link = Link(config)
     watchdog = Watchdog(link)
     watchdog.start()
+    ask_for_slices(USUAL_SLICES)
     try:
         welcome = _wait_for_welcome(link, watchdog)
         if welcome is None:
