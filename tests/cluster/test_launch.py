@@ -220,7 +220,7 @@ def test_a_unit_that_is_killed_comes_back_and_one_that_is_stopped_does_not(here:
     died = here.units()["group-1"].restarts
     os.kill(here.pids()["group-1"], signal.SIGKILL)
     here.wait_until("group-1", lambda unit: unit.restarts == died + 1 and unit.state == "ready")
-    assert "signal SIGKILL; it is started again" in here.run("logs", str(here.file), "group-1")
+    assert "was killed by SIGKILL; it is started again" in here.run("logs", str(here.file), "group-1")
 
     here.run("stop", str(here.file), "group-0")
     status = json.loads(here.run("status", str(here.file), "--json", code=1))

@@ -27,7 +27,7 @@ def play(first: int, changes: tuple[int, ...], streams: int) -> None:
         assert {answer.error for answer in expected.answers.values()} == {""}
         routers = view.pids("router")
         stayed = view.pid("controller-0" if first > 1 else "controller")
-        with pytest.raises(AssertionError, match="there is no room for 300 groups: --groups is 300"):
+        with pytest.raises(AssertionError, match="N is 300; allowed are 1 to 256"):
             cluster.command("scale", "300")
         traffic = Traffic(cluster, played)
         try:
