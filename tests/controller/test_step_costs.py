@@ -7,7 +7,7 @@ from statistics import fmean, median
 
 import pytest
 
-from trunkline.controller.tiers.costs import PRIOR_US, StepCosts, prefill_budget
+from trunkline.controller.tiers.costs import DECODE_STEPS_PER_OBSERVATION, PRIOR_US, StepCosts, prefill_budget
 
 LEAST = 64
 MOST = 1024
@@ -173,3 +173,25 @@ def test_swapping_is_preferred_where_moving_is_faster_than_computing() -> None:
     assert learned(100.0).prefers_swap(tokens=640, blocks=10)
     assert not learned(100.0).prefers_swap(tokens=40, blocks=10)
     assert not learned(2000.0).prefers_swap(tokens=640, blocks=10)
+
+
+@pytest.mark.parametrize("elapsed_us", [400.0, 950.0, 1300.0])
+def test_the_first_decode_step_says_what_others_take(elapsed_us: float) -> None:
+    costs = StepCosts(0.0)
+    costs.observe(rows=0, prefill_tokens=512, elapsed_us=20_000.0)
+    assert costs.step_us(1, 0) > 1.5 * elapsed_us
+    costs.observe_decode(1, rows=1, elapsed_us=elapsed_us)
+    assert costs.step_us(1, 0) == pytest.approx(elapsed_us, rel=0.1)
+
+
+def test_one_of_several_decode_steps_is_learnt_from() -> None:
+    """A stall is one of them as often as others are, and noise moves the estimate by less than itself."""
+    costs, rng = StepCosts(0.0), random.Random(1)
+    costs.observe_decode(0, rows=4, elapsed_us=1000.0)
+    before = costs.step_us(4, 0)
+    for step in range(1, DECODE_STEPS_PER_OBSERVATION):
+        costs.observe_decode(step, rows=4, elapsed_us=20.0 * before)
+    assert costs.step_us(4, 0) == before
+    for step in range(DECODE_STEPS_PER_OBSERVATION, 4000):
+        costs.observe_decode(step, rows=4, elapsed_us=1000.0 * rng.lognormvariate(0.0, 0.15))
+    assert costs.step_us(4, 0) == pytest.approx(1000.0, rel=0.12)

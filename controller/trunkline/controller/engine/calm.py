@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 
 from trunkline.controller.engine.events import EngineOutputs, Event, Ready
-from trunkline.controller.engine.requests import PLAIN_STEPS_PER_OBSERVATION, RequestTable
+from trunkline.controller.engine.requests import RequestTable
 from trunkline.controller.reports import StepResult
 from trunkline.controller.scheduling.row_blocks import slack_of
 from trunkline.controller.scheduling.scheduler import Scheduler
@@ -120,8 +120,7 @@ class CalmSteps:
         counters.kv_bytes_read += result.kv_bytes_read
         counters.output_tokens += places
         counters.steps += 1
-        if result.step % PLAIN_STEPS_PER_OBSERVATION == 0:
-            scheduler.costs.observe(rows=places, prefill_tokens=0, elapsed_us=result.elapsed_us)
+        scheduler.costs.observe_decode(result.step, rows=places, elapsed_us=result.elapsed_us)
         self._taken.append(tokens)
         self._planned += 1
         self._results_left -= 1

@@ -21,9 +21,6 @@ from trunkline.controller.tiers.costs import StepCosts
 from trunkline.controller.totals import Totals
 from trunkline.router.messages import Finished, FinishReason, ModulesReply
 
-PLAIN_STEPS_PER_OBSERVATION: Final = 8
-"""Number of steps that only decode for each one from which step costs are learnt: such steps are alike, and
-learning takes time."""
 _INT32_BYTES: Final = 4
 
 
@@ -165,10 +162,11 @@ def _output_tokens(scheduler: Scheduler, sequence: Sequence) -> int:
 
 
 def _learn(costs: StepCosts, step: InflightStep, result: StepResult) -> None:
-    rare = step.prefill_tokens or step.drafts or result.waited_us
-    if rare or step.step % PLAIN_STEPS_PER_OBSERVATION == 0:
+    if step.prefill_tokens or step.drafts or result.waited_us:
         elapsed_us = result.elapsed_us - result.waited_us
         costs.observe(rows=step.decode_rows, prefill_tokens=step.prefill_tokens, elapsed_us=elapsed_us)
+    else:
+        costs.observe_decode(step.step, rows=step.decode_rows, elapsed_us=result.elapsed_us)
     if result.moved_blocks:
         costs.observe_moves(result.moved_blocks, result.moved_us)
 

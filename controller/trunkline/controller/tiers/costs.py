@@ -56,6 +56,9 @@ NOISE_LEAST_US: Final = 20.0
 SURPRISE_MAX: Final = 3.0
 """Largest surprise in standard deviations: a larger one counts as this many."""
 
+DECODE_STEPS_PER_OBSERVATION: Final = 8
+"""One of so many decode steps in a row is learnt from: they are alike, and each costs some microseconds."""
+
 MOVES_REMEMBERED: Final = 64.0
 """Number of blocks over which the time of a move is averaged; the prior counts as an eighth of it."""
 
@@ -113,6 +116,17 @@ class StepCosts:
         ]
         shrink = [min(1.0, PRIOR_DEVIATION * prior / sqrt(spread[i][i])) for i, prior in enumerate(PRIOR_US)]
         self._spread = [[spread[i][j] * shrink[i] * shrink[j] for j in range(3)] for i in range(3)]
+
+    def observe_decode(self, step: int, *, rows: int, elapsed_us: float) -> None:
+        """Learn from a step that only decodes, if it is one of those that count: one of several, and each that
+        takes less than two thirds of what was expected. Until the first steps are known, far too much is expected;
+        and what is much longer is mostly a stall.
+
+        Args:
+            step: number of the step.
+        """
+        if step % DECODE_STEPS_PER_OBSERVATION == 0 or 1.5 * elapsed_us < self.step_us(rows, 0):
+            self.observe(rows=rows, prefill_tokens=0, elapsed_us=elapsed_us)
 
     def observe_moves(self, blocks: int, moved_us: float) -> None:
         """Learn from blocks that were saved or loaded in `moved_us`."""
