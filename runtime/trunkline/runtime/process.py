@@ -37,6 +37,7 @@ _ALLOCATIONS_PER_COLLECTION: Final = 20_000
 SHORT_SLICES_NS: Final = 100_000
 """For threads that pass messages on (`ask_for_slices`)."""
 USUAL_SLICES: Final = 0
+"""The length that the kernel gives to all who ask for none, for threads that compute."""
 _SCHED_SETATTR: Final = {"x86_64": 314, "aarch64": 274}
 """The call's number by machine, from <asm/unistd.h>: the C library has no name for it before glibc 2.41."""
 
