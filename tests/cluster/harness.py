@@ -6,6 +6,7 @@ whether the cluster left anything behind.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -75,10 +76,18 @@ class Cluster:
             )
             ready = _READY.search(self.log)
             assert ready is not None, f"the cluster did not start:\n{self.log}"
+            self.url = ready[1]
+            self._wait_for_groups(options)
         except BaseException:
             self.stop()
             raise
-        self.url = ready[1]
+
+    def _wait_for_groups(self, options: Sequence[str]) -> None:
+        """Wait until every router uses every group: the launcher says "Ready" when one router has one of them."""
+        said = dict(itertools.pairwise(options))
+        groups, routers = int(said.get("--groups", "1")), int(said.get("--routers", "1"))
+        looks = 1 if routers == 1 else 8 * routers  # each meets one of the routers
+        wait_for(lambda: all(len(self.ready_groups()) == groups for _ in range(looks)), START_SECONDS_MAX)
 
     def __enter__(self) -> Cluster:
         return self
@@ -129,6 +138,11 @@ class Cluster:
             return httpx.get(f"{self.url}/health", timeout=5.0).status_code
         except httpx.HTTPError:
             return 0
+
+    def ready_groups(self) -> list[str]:
+        """Names of the groups that a router uses now."""
+        answer = httpx.get(f"{self.url}/health", timeout=30.0).json()
+        return [each["name"] for each in answer["controllers"] if each["ready"]]
 
     def metric(self, name: str, **labels: str) -> int:
         """A `trunkline_…` value, summed over the samples that have these labels. Up to a second old."""
