@@ -94,7 +94,7 @@ class TieredLoop(EngineLoop):
         """Run until everything is computed, and copied wherever it is going to be."""
         tree = self.engine.scheduler.kv.tree
         self.run()
-        while tree.has_unsaved or tree.tiers.has_unwritten or self.engine.traffic.in_flight:
+        while tree.saves.waiting or tree.tiers.has_unwritten or self.engine.traffic.in_flight:
             self.step()
             self._take_reports(1e-3)
         if self.runner.copier is not None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from trunkline.controller.allocation.kv_manager import Admission, KVCacheManager
+from trunkline.controller.allocation.tree_entry import enter_full_chunks
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.engine.integrity import check_kv_cache
 from trunkline.controller.messages import BeamSearch, Submit
 from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import Request, Sequence, SequenceGroup, TokenBuffer
-from trunkline.kvstore.chunks import pack_int32
+from trunkline.kvstore.chunks import BlockId, pack_int32
 from trunkline.kvstore.tier_policy import DirectoryConfig
 from trunkline.worker.messages import Sampling
 
@@ -70,6 +71,10 @@ class Bench:
 
     def leave(self, sequence: Sequence, *, claim: bool = False) -> None:
         self.kv.leave(sequence, sequence.computed, self.step, claim=claim)
+
+    def fill(self, sequence: Sequence, kv_tokens: int) -> list[tuple[int, BlockId]]:
+        """Let the tree have the chunks that a running sequence has filled; what its block table shares now."""
+        return enter_full_chunks(self.tree, self.kv.pool, sequence, kv_tokens, self.step)
 
     def cache(self, tokens: list[int], *, claim: bool = False) -> Sequence:
         """A sequence that has come and gone."""

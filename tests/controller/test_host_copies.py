@@ -102,12 +102,12 @@ def test_a_chunk_that_found_no_slot_is_saved_later() -> None:
     row.private.append(bench.kv.pool.allocate())
     row.tokens.extend(np.arange(4, dtype=np.int32))
     row.computed = 8
-    bench.kv.enter_tree(row, 8, 1.0)
-    assert bench.tree.has_unsaved, "a row filled it: the next plan saves it"
+    bench.fill(row, 8)
+    assert bench.tree.saves.waiting, "a row filled it: the next plan saves it"
     plan = bench.plan()
-    bench.tree.save_waiting(plan)
+    bench.tree.saves.add_waiting(plan)
     assert [block for block, _, _ in plan.saves] == [row.path[1].block]
-    assert not bench.tree.has_unsaved
+    assert not bench.tree.saves.waiting
     bench.check([row], [])
 
 
@@ -118,10 +118,10 @@ def test_a_chunk_is_not_saved_before_the_plan_that_computes_it_has_run() -> None
     bench.kv.admit(sequence, 0, plan)
     sequence.computed = 4
     sequence.path[0].ready_step = plan.step
-    bench.tree.save_later(sequence.path[0])
-    bench.tree.save_waiting(plan)
+    bench.tree.saves.later(sequence.path[0])
+    bench.tree.saves.add_waiting(plan)
     assert not plan.saves
-    bench.tree.save_waiting(later := bench.plan())
+    bench.tree.saves.add_waiting(later := bench.plan())
     assert len(later.saves) == 1
 
 
@@ -173,7 +173,7 @@ def test_a_chunk_computed_again_returns_to_the_device() -> None:
     row.private.append(bench.kv.pool.allocate())
     row.tokens.extend(np.arange(4, 8, dtype=np.int32))
     row.computed = 8
-    assert bench.kv.enter_tree(row, 8, 1.0) == []
+    assert bench.fill(row, 8) == []
     assert [node.on_device and node.host != NO_SLOT for node in row.path] == [True, True]
     bench.check([row], [waiting])
 

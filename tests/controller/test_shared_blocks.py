@@ -33,9 +33,9 @@ def test_beams_name_a_block_that_they_share_once() -> None:
         beam.private = [shared]
         beam.tokens.extend(np.arange(4, 8, dtype=np.int32))
     bench.check([first, second], [])
-    assert bench.kv.enter_tree(first, 8, 1.0) == []
+    assert bench.fill(first, 8) == []
     bench.check([first, second], [])
-    assert bench.kv.enter_tree(second, 8, 1.0) == []
+    assert bench.fill(second, 8) == []
     assert first.path == second.path
     assert pool.holders(shared) == 1
     bench.check([first, second], [])

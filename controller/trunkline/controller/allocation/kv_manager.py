@@ -1,23 +1,24 @@
 """The KV cache manager: gives a sequence its blocks and cached chunks, and takes them back.
 
-      admit         match the prompt with the tree, reserve blocks for the rest (ChunkAttention §3.1: insert)
-      enter_tree    move a private block that has filled into the tree          (append)
-      leave         give everything back; what was computed stays cached        (remove)
-      fork          let a sample or beam share all blocks but the tail          (PagedAttention §4.4)
+      admit    match the prompt with the tree, reserve blocks for the rest (ChunkAttention §3.1: insert)
+      leave    give everything back; what was computed stays cached        (remove)
+      fork     let a sample or beam share all blocks but the tail          (PagedAttention §4.4)
 
-No KV is computed or stored twice: admission reuses every matching token, `enter_tree` merges equal chunks, forking
-shares blocks. Swapping (PagedAttention §4.5) and the tiers of CachedAttention need no acts of their own: `leave`
-lets chunks be saved, and `admit` loads chunks that are only in host memory. Saves and loads run beside the
-computation (`trunkline.controller.cache.block_pool`)."""
+What a sequence computes enters the tree through `trunkline.controller.allocation.tree_entry` (append).
+
+No KV is computed or stored twice: admission reuses every matching token, equal chunks merge when they enter the
+tree, forking shares blocks. Swapping (PagedAttention §4.5) and the tiers of CachedAttention need no acts of their
+own: `leave` lets chunks be saved, and `admit` loads chunks that are only in host memory. Saves and loads run
+beside the computation (`trunkline.controller.cache.block_pool`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum, auto
 
-from trunkline.controller.allocation.filled_chunks import append_chunk, set_ttl
 from trunkline.controller.allocation.join_message import first_to_compute, join_message
 from trunkline.controller.allocation.prefix_match import match_prefix
+from trunkline.controller.allocation.tree_entry import enter_full_chunks, insert_pending, keep_tail
 from trunkline.controller.allocation.turn_ends import turn_end
 from trunkline.controller.allocation.window_blocks import BlockNeed
 from trunkline.controller.allocation.window_match import split_at_far
@@ -25,11 +26,9 @@ from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import PENDING, Match, Node
 from trunkline.controller.cache.reader_cache import ReaderCache
-from trunkline.controller.cache.thin_cache import ThinCache
-from trunkline.controller.cache.window_cache import WindowCache
 from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import ALL_ENTRIES, PrefixMatch, Sequence, Stem
-from trunkline.kvstore.chunks import NO_BLOCK, BlockId, chunk_name
+from trunkline.kvstore.chunks import NO_BLOCK, BlockId
 
 
 class Admission(Enum):
@@ -203,7 +202,8 @@ class KVCacheManager:
         while len(sequence.tails) < tails:
             sequence.tails.append(blocks.pop())
         sequence.cached_tokens = len(match.path) * self.chunk_size + match.partial_tokens
-        self._insert_pending(sequence, blocks, plan.now)
+        full = sequence.prefill_stop // self.chunk_size if self.prefix_cache else 0
+        insert_pending(self.tree, self.pool, sequence, full, blocks, plan.now)
         self._own(sequence, sequence.path)
         self.tree.release(anchor, plan.now, read)  # the sequence holds the end of its whole path now
         self.drop_claim(sequence)
@@ -259,50 +259,6 @@ class KVCacheManager:
             self.tree.release(head, plan.now, 1)
         return blocks
 
-    def _insert_pending(self, sequence: Sequence, blocks: list[BlockId], now: float) -> None:
-        """Insert the full chunks that this sequence will compute as pending, so that other sequences wait for
-        them; the other blocks stay private."""
-        full = sequence.prefill_stop // self.chunk_size if self.prefix_cache else 0
-        new = list(blocks)
-        while len(sequence.path) < full:
-            at = len(sequence.path) * self.chunk_size
-            key = sequence.tokens.to_bytes(at, at + self.chunk_size)
-            node = self._child(sequence, key)
-            if node is None and isinstance(self.tree, WindowCache) and not new:
-                node = self.tree.expect(sequence.anchor, key, now, sequence.stem.marker)
-                set_ttl(self.tree, sequence, node, now)
-            elif node is None:
-                node = self.tree.insert(sequence.anchor, key, new.pop(0), PENDING, now, sequence.stem.marker)
-                set_ttl(self.tree, sequence, node, now)
-            elif node.ready_step != PENDING and self.tree.may_swap(node):
-                self.pool.release(self.tree.swap(node, new.pop(0)))
-                node.ready_step = PENDING
-            elif node.on_device or node.ready_step == PENDING:
-                break  # behind a gap in a window: computed again in private blocks; `enter_tree` finds them equal
-            else:  # in a tier that is too far away: other sequences wait for this computation instead
-                if new:
-                    self.tree.place(node, new.pop(0))
-                node.ready_step = PENDING
-            sequence.path.append(node)
-        sequence.private = new
-        self.tree.hold(sequence.anchor, sequence.read_chunks)
-
-    def _child(self, sequence: Sequence, key: bytes) -> Node | None:
-        """Return the tree's next chunk behind a sequence's path, which the sequence computes itself.
-
-        A chunk that was moved behind the sequence's cut and is too far away is forgotten: it is another one than
-        what is computed behind the cut, and has another name.
-        """
-        above, marker = sequence.anchor, sequence.stem.marker
-        node = above.children.get(key)
-        if node is None or node.on_device or sequence.group.cut is None:
-            return node
-        if node.name == chunk_name(above.name, marker + key):
-            return node
-        self.tree.drop_below(node)
-        self.tree.remove(node)
-        return None
-
     def new_batch_seq_id(self) -> int:
         """Return an id in the batch that no sequence has had."""
         self._last_batch_seq_id += 1
@@ -351,51 +307,6 @@ class KVCacheManager:
             if node.ready_step == PENDING:
                 self.tree.computed(node, plan.step, plan)
 
-    def enter_tree(self, sequence: Sequence, kv_tokens: int, now: float) -> list[tuple[int, BlockId]]:
-        """Move private blocks that are full and computed into the tree.
-
-        If the tree already has an equal chunk on the device, the sequence gives its block back and uses that one.
-        It may be the same block: beams of a search share full blocks before the first of them enters them.
-
-        Returns:
-            (index, block) of the block-table entries that changed by such merging.
-        """
-        merged: list[tuple[int, BlockId]] = []
-        is_beam = sequence.group.request.submit.beam is not None
-        while sequence.private and kv_tokens >= (len(sequence.path) + 1) * self.chunk_size:
-            index = len(sequence.path)
-            anchor = sequence.anchor
-            key = sequence.tokens.to_bytes(index * self.chunk_size, (index + 1) * self.chunk_size)
-            node = self._child(sequence, key)
-            if node is None and not self.has_window:  # as below, in one act: no readers are counted
-                append_chunk(self.tree, sequence, anchor, key, now)
-                continue
-            is_shared = self.pool.holders(sequence.private[0]) > 1
-            if node is None and is_shared and not is_beam:
-                break  # a fork of the sequence reads the block, too, and nothing in the tree would say so
-            if node is None:
-                node = self.tree.insert(anchor, key, sequence.private.pop(0), 0, now, sequence.stem.marker)
-                set_ttl(self.tree, sequence, node, now)
-                self.tree.computed(node, 0)
-            elif node.ready_step == PENDING:
-                break  # its producer is not done; this block stays private and is tried again later
-            elif not node.on_device:
-                if isinstance(self.tree, ThinCache) and is_shared and not is_beam:
-                    break  # as above
-                self.tree.place(node, sequence.private.pop(0))
-            elif self.tree.is_thin(node):
-                if is_shared or not self.tree.may_swap(node):
-                    break  # others use the block, which lacks what this sequence reads; tried again later
-                self.pool.release(self.tree.swap(node, sequence.private.pop(0)))
-            else:
-                self.pool.release(block := sequence.private.pop(0))
-                if block != node.block:
-                    merged.append((index, node.block))
-            self.tree.hold(node, sequence.read_chunks + 1)
-            self.tree.release(anchor, now, sequence.read_chunks)
-            sequence.path.append(node)
-        return merged
-
     def leave(
         self, sequence: Sequence, kv_tokens: int, now: float, *, claim: bool = False, ends: bool = False
     ) -> None:
@@ -417,8 +328,8 @@ class KVCacheManager:
         taken = [self._take_back(node) for node in reversed(unfinished)][::-1]
         sequence.private = [block for block in taken if block != NO_BLOCK] + sequence.private
         if self.prefix_cache:
-            self.enter_tree(sequence, kv_tokens, now)
-            tail = self._keep_tail(sequence, kv_tokens, now)
+            enter_full_chunks(self.tree, self.pool, sequence, kv_tokens, now)
+            tail = keep_tail(self.tree, self.pool, sequence, kv_tokens, now)
             self._own(sequence, sequence.path + tail)
             self._keep(sequence, tail, now)
             if ends and not sequence.group.encodes:
@@ -451,7 +362,7 @@ class KVCacheManager:
             path = path[base:]
         if group.encodes:
             for node in tail:
-                self.tree.save_later(node, partial=True)  # it will not grow
+                self.tree.saves.later(node, partial=True)  # it will not grow
         self.tree.keep(path + tail, now, group.request.submit.ttl or self.ttl)
 
     def _take_back(self, node: Node) -> BlockId:
@@ -469,27 +380,3 @@ class KVCacheManager:
         if sequence.claim is not None:
             self.tree.unclaim(sequence.claim)
             sequence.claim = None
-
-    def _keep_tail(self, sequence: Sequence, kv_tokens: int, now: float) -> list[Node]:
-        """Make the computed head of the last, not full chunk a partial leaf; return the node that holds it now."""
-        start = len(sequence.path) * self.chunk_size
-        stop = min(kv_tokens, start + self.chunk_size)
-        if stop - start >= self.chunk_size or stop <= start or not sequence.private:
-            return []
-        key = sequence.tokens.to_bytes(start, stop)
-        leaf = self.tree.covered_by_sibling(sequence.anchor, key)
-        shared = self.pool.holders(sequence.private[0]) > 1
-        unusable = leaf is not None and (self.tree.is_thin(leaf) or not leaf.is_loadable)
-        if leaf is not None and leaf.key != key and sequence.group.encodes and unusable:
-            leaf = None  # the end of a longer text is thin or far away: this one would be encoded again and again
-        if leaf is not None:
-            if leaf.key == key and not (leaf.on_device or shared):
-                self.tree.place(leaf, sequence.private.pop(0))
-            elif leaf.key == key and self.tree.may_swap(leaf) and not shared:
-                self.pool.release(self.tree.swap(leaf, sequence.private.pop(0)))
-            return [leaf] if leaf.ready_step != PENDING else []
-        if shared:
-            return []  # a fork is still to be copied from it, and a chunk's block may have no other holder
-        leaf = self.tree.insert(sequence.anchor, key, sequence.private.pop(0), 0, now, sequence.stem.marker)
-        self.tree.absorb_prefixes(leaf)
-        return [leaf]

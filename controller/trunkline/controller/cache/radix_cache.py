@@ -21,12 +21,12 @@ Invariants (checked by `integrity`):
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from collections import OrderedDict
 from math import inf
 from typing import Final
 
 from trunkline.controller.cache.block_pool import BlockPool, Fences
+from trunkline.controller.cache.host_saves import HostSaves, TierCopyPlan
 from trunkline.controller.cache.idle_leaves import IdleLeaves
 from trunkline.controller.cache.radix_tree import PENDING, Node, RadixTree
 from trunkline.controller.totals import Totals
@@ -44,25 +44,6 @@ DEPARTED_MAX: Final = 1 << 15
 """Largest number of names of gone chunks to remember, to tell clients why a prompt misses them."""
 EXPIRED_AGAIN_S: Final = 1.0
 """Seconds after which a chunk that expires while it is in use is checked again."""
-SAVES_PER_PLAN: Final = 64
-"""Largest number of optional saves in one plan: a burst must not fill the queue of the copy thread."""
-
-
-@dataclass(slots=True)
-class TierCopyPlan:
-    """The part of a step plan that copies chunks between device and host: (block, slot, generation) of each."""
-
-    step: int
-    saves: list[tuple[int, int, int]] = field(default_factory=list, kw_only=True)
-    late_saves: list[tuple[int, int, int]] = field(default_factory=list, kw_only=True)
-    """Saves of chunks that this very step computes."""
-    save_names: list[bytes] = field(default_factory=list, kw_only=True)
-    """Names of the chunks of `saves`; empty without peers."""
-    late_names: list[bytes] = field(default_factory=list, kw_only=True)
-    """Names of the chunks of `late_saves`; empty without peers."""
-    loads: list[tuple[int, int, int]] = field(default_factory=list, kw_only=True)
-    load_layers: list[LoadedLayers] = field(default_factory=list, kw_only=True)
-    """The layers of each of `loads`."""
 
 
 class RadixCache(RadixTree):
@@ -92,8 +73,14 @@ class RadixCache(RadixTree):
         self.fences = Fences(pool.num_blocks, tiers.host_slots)
         self._pool = pool
         self.idle_leaves = IdleLeaves(self.tiers.shares, pool.num_blocks, self._is_idle_leaf, self._wait_of)
-        self._unsaved: deque[Node] = deque()
-        """Full chunks that have no copy yet, in the order in which they filled."""
+        self.saves = HostSaves(
+            self.tiers,
+            self.fences,
+            pool.num_blocks,
+            chunk_size,
+            wants_copy=self._wants_copy,
+            on_room=self.drop_lost,
+        )
         self._departed: OrderedDict[ChunkName, MissReason] = OrderedDict()
         self.evictable = 0
         """Number of blocks that eviction could free now: those of idle chunks."""
@@ -135,7 +122,7 @@ class RadixCache(RadixTree):
         del blocks, plan
         return 0
 
-    # Adding chunks, and copying them to and from the host
+    # Adding chunks, and giving them blocks
 
     def insert(
         self, parent: Node, key: bytes, block: BlockId, ready_step: int, now: float, marker: bytes = b""
@@ -216,35 +203,8 @@ class RadixCache(RadixTree):
         node.ready_step = step
         self.changed.note(node)
         self.absorb_prefixes(node)
-        if plan is not None and self._wants_copy(node) and self._add_save(node, plan, is_late=True):
-            return
-        self.save_later(node)
-
-    def save_later(self, node: Node, *, partial: bool = False) -> None:
-        """Have a chunk copied to the host in one of the next plans. A chunk that is not full is copied only if it
-        will not grow (`partial`)."""
-        if not self.tiers.config.host_slots or (node.token_count < self.chunk_size and not partial):
-            return
-        if len(self._unsaved) > 2 * self._pool.num_blocks + 64:
-            self._unsaved = deque(dict.fromkeys(other for other in self._unsaved if other.on_device))
-        self._unsaved.append(node)
-
-    @property
-    def has_unsaved(self) -> bool:
-        """Whether chunks wait to be copied to the host."""
-        return bool(self._unsaved)
-
-    def save_waiting(self, plan: TierCopyPlan) -> None:
-        """Add copies of full chunks to a plan, oldest first, as long as there is room for them."""
-        for _ in range(min(len(self._unsaved), SAVES_PER_PLAN)):
-            node = self._unsaved[0]
-            if node.ready_step >= plan.step and node.parent is not None:
-                return  # this very plan computes it
-            if self._wants_copy(node) and not self._add_save(node, plan):
-                if not self.tiers.can_demote():
-                    self._unsaved.popleft()  # it gets another chance when its block is needed
-                return  # writes under way will make room; without this chunk, none below it would be saved
-            self._unsaved.popleft()
+        if plan is None or not (self._wants_copy(node) and self.saves.add(node, plan, is_late=True)):
+            self.saves.later(node)
 
     def _wants_copy(self, node: Node) -> bool:
         """Return whether to copy a chunk to the host: it has no copy yet, and the chunk above it has one, without
@@ -252,20 +212,6 @@ class RadixCache(RadixTree):
         if node.parent is None or not node.on_device or node.is_stored:
             return False
         return node.parent.parent is None or node.parent.is_stored
-
-    def _add_save(self, node: Node, plan: TierCopyPlan, *, is_late: bool = False, forced: bool = False) -> bool:
-        """Add the save of a chunk to a plan, if host memory has room for it; return whether it has. `is_late`: the
-        plan's own step computes the chunk. `forced` as in `Directory.save`."""
-        place = self.tiers.save(node, plan.step, forced=forced)
-        if place is None:
-            return False
-        slot, generation = place
-        self.drop_lost()
-        self.fences.saved(node.block, slot, plan.step)
-        (plan.late_saves if is_late else plan.saves).append((node.block, slot, generation))
-        if self.tiers.config.peers:
-            (plan.late_names if is_late else plan.save_names).append(node.name)
-        return True
 
     # Moving chunks to another tree
 
@@ -421,7 +367,7 @@ class RadixCache(RadixTree):
         free, freed = self._pool.free_count, 0
         while freed < blocks and (node := self.idle_leaves.pop()) is not None:
             if plan is not None and self._wants_copy(node):
-                self._add_save(node, plan, forced=node.claims > 0 or node.pins > 0)
+                self.saves.add(node, plan, forced=node.claims > 0 or node.pins > 0)
             if node.is_stored or self.leads_on(node):
                 self._pool.release(self.unplace(node))
             else:

@@ -19,8 +19,8 @@ and keeps the chunks below it.
 from __future__ import annotations
 
 from trunkline.controller.cache.block_pool import BlockPool
+from trunkline.controller.cache.host_saves import TierCopyPlan
 from trunkline.controller.cache.idle_leaves import IdleLeaves
-from trunkline.controller.cache.radix_cache import TierCopyPlan
 from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.cache.reader_cache import ReaderCache
 from trunkline.controller.cache.thin_blocks import ThinPool
@@ -100,7 +100,7 @@ class ThinCache(ReaderCache):
         done = 0
         while done < blocks and (node := self._unread_wholes.pop()) is not None:
             if plan is not None and node.ready_step < plan.step and self._wants_copy(node):
-                self._add_save(node, plan, forced=node.claims > 0 or node.pins > 0)
+                self.saves.add(node, plan, forced=node.claims > 0 or node.pins > 0)
             self._thin_pool.thin(node.block)
             self._thinnable -= 1
             self.tiers.left_device(node)

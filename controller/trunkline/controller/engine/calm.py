@@ -88,7 +88,7 @@ class CalmSteps:
         waits = bool(len(scheduler.queue) or scheduler.prefilling or scheduler.parked)
         encodes = bool(encoding.is_working or encoding.finishing or encoding.jobs.held)
         decides = scheduler.forks.searches or quarantine.is_watching
-        return not (waits or encodes or decides or scheduler.kv.tree.has_unsaved)
+        return not (waits or encodes or decides or scheduler.kv.tree.saves.waiting)
 
     def step(self, events: Iterable[Event], epoch: int, now: float) -> Ready | None:
         """Take in a result and make the next plan, if these are all events, and the step is calm; else nothing

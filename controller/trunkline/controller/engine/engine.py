@@ -258,7 +258,7 @@ class Engine:
     def is_written(self) -> bool:
         """Whether the engine is idle, and no chunk waits to be written to a lower tier."""
         tree = self.scheduler.kv.tree
-        return self.is_idle and not (tree.has_unsaved or self.traffic.in_flight or tree.tiers.has_unwritten)
+        return self.is_idle and not (tree.saves.waiting or self.traffic.in_flight or tree.tiers.has_unwritten)
 
     @property
     def holds_starts(self) -> bool:
@@ -377,7 +377,7 @@ class Engine:
     def _next_plan(self, now: float) -> StepPlan | None:
         """Return the next plan; None if there is nothing to compute, or steps must be answered first."""
         scheduler, step = self.scheduler, self._step + 1
-        if self._is_full or (self.is_idle and not scheduler.kv.tree.has_unsaved):
+        if self._is_full or (self.is_idle and not scheduler.kv.tree.saves.waiting):
             return None
         scheduler.encoding.calls.advance(step, self._requests.arrivals + 1, now)
         self._intake.expect_texts(step, now)

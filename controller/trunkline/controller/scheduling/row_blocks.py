@@ -20,8 +20,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkline.controller.allocation.filled_chunks import append_filled
 from trunkline.controller.allocation.kv_manager import KVCacheManager
+from trunkline.controller.allocation.tree_entry import append_full_chunk, enter_full_chunks
 from trunkline.controller.scheduling.fair_queue import FairQueue
 from trunkline.controller.sequences.decode_rows import DecodeRows
 from trunkline.controller.sequences.plan_builder import PendingChanges, PlanBuilder
@@ -46,9 +46,9 @@ def enter_filled(
     is_plain = not kv.has_window
     for slot in slots.tolist():
         sequence, key = rows.take_filled(slot)
-        if not kv.prefix_cache or (is_plain and append_filled(kv.tree, sequence, key, now)):
+        if not kv.prefix_cache or (is_plain and append_full_chunk(kv.tree, sequence, key, now)):
             continue
-        for index, block in kv.enter_tree(sequence, sequence.tokens.count, now):
+        for index, block in enter_full_chunks(kv.tree, kv.pool, sequence, sequence.tokens.count, now):
             fences = kv.tree.fences
             fences.reads(fences.ready_after([block]))  # this block's chunk may still be loading from the host
             rows.set_block(sequence.slot, index, block)

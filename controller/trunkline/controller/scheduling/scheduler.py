@@ -133,7 +133,7 @@ class Scheduler:
         self._prefill(plan)
         if len(plan.rows):
             self.drafting.plan(plan)
-        self.kv.tree.save_waiting(plan)
+        self.kv.tree.saves.add_waiting(plan)
         if plan.is_empty:
             # The workers do not know yet that no row decodes: the next plan says so.
             return None

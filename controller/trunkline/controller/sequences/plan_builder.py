@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkline.controller.cache.radix_cache import TierCopyPlan
+from trunkline.controller.cache.host_saves import TierCopyPlan
 from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.sequences.decode_rows import NO_ROWS, DecodeRows, RowSet
 from trunkline.controller.sequences.sequence import Sequence, SequenceGroup

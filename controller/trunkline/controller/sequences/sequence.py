@@ -386,7 +386,7 @@ class Sequence:
         are pending. Chunk i is entry i of the block table."""
         self.private: list[BlockId] = []
         """Blocks of the tokens behind `path`, in order. The last one is being filled; full ones go to `path` when
-        they enter the tree (`KVCacheManager.enter_tree`)."""
+        they enter the tree (`trunkline.controller.allocation.tree_entry`)."""
         self.tails: list[BlockId] = []
         """Before a fork: blocks reserved for the children's tails. In a child: the parent's tail, which is still
         to be copied into the child's own."""
