@@ -16,7 +16,7 @@ from seeds import seeds
 from simulation.driver import Simulation
 from simulation.streams import Stream, verify
 
-from trunkline.controller.cache.radix_tree import CUT_ROOT
+from trunkline.controller.cache.root_keys import CUT_ROOT, drops_of
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.kvstore.tier import TierKind
 
@@ -30,7 +30,7 @@ def found(stream: Stream) -> int:
 
 def cuts_of(simulation: Simulation) -> list[Drops]:
     tree = simulation.tree
-    packed = [tree.drops_of(root) for root in tree.roots() if root.key.startswith(CUT_ROOT)]
+    packed = [drops_of(root.key) for root in tree.roots() if root.key.startswith(CUT_ROOT)]
     return [tuple((a, b) for a, b in np.frombuffer(drops, "<i8").reshape(-1, 2).tolist()) for drops in packed]
 
 

@@ -16,7 +16,8 @@ from controller.service_harness import Ranks, group_config, run_controller
 from seeds import seeds
 from simulation.traffic import Mix, Traffic
 
-from trunkline.controller.cache.radix_tree import CUT_ROOT, PENDING, TEXT_ROOT, Node, RadixTree
+from trunkline.controller.cache.radix_tree import PENDING, Node, RadixTree
+from trunkline.controller.cache.root_keys import CUT_ROOT, TEXT_ROOT
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.messages import Handed, OffersCall, Ping
 from trunkline.controller.service import offers

@@ -20,7 +20,8 @@ from simulation.peers import Network
 from simulation.traffic import Mix, Traffic
 
 from trunkline.controller.allocation.modules import name_texts
-from trunkline.controller.cache.radix_tree import TEXT_ROOT, Node
+from trunkline.controller.cache.radix_tree import Node
+from trunkline.controller.cache.root_keys import TEXT_ROOT
 from trunkline.controller.engine.events import ExpectRequest
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine.validation import problem_of_prefetch, problem_of_submit, request_of_prefetch

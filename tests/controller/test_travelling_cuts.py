@@ -24,7 +24,7 @@ from simulation.peers import Network
 from simulation.streams import Stream, verify
 
 from trunkline.controller.cache.kv_events import announced_tiers
-from trunkline.controller.cache.radix_tree import CUT_ROOT
+from trunkline.controller.cache.root_keys import CUT_ROOT
 from trunkline.controller.engine.validation import problem_of_submit
 from trunkline.controller.messages import Holder, KeptChunks, Submit
 from trunkline.controller.tiers import holders

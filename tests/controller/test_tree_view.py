@@ -13,7 +13,8 @@ from controller.service_harness import group_config, run_controller
 from msgspec.structs import replace
 from simulation.traffic import Mix, Traffic
 
-from trunkline.controller.cache.radix_tree import CUT_ROOT, PENDING, PROMPT_ROOT, TEXT_ROOT, Node
+from trunkline.controller.cache.radix_tree import PENDING, Node
+from trunkline.controller.cache.root_keys import CUT_ROOT, PROMPT_ROOT, TEXT_ROOT
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import DescribeTree, Ping

@@ -115,6 +115,9 @@ def unpack_int32(data: bytes, columns: int = 0) -> Int32Array:
 
 NAME_BYTES: Final = 16
 
+TOKEN_BYTES: Final = 4
+"""Size of a token id where tokens are packed (`pack_int32`)."""
+
 _HASH: Final = blake2b(digest_size=NAME_BYTES)
 """The hash of nothing yet. To copy it costs less than to make one."""
 

@@ -27,12 +27,13 @@ import numpy as np
 
 from trunkline.controller.allocation.window_match import whole_part
 from trunkline.controller.cache.radix_cache import RadixCache
-from trunkline.controller.cache.radix_tree import TOKEN_BYTES, Match, Node
+from trunkline.controller.cache.radix_tree import Match, Node
+from trunkline.controller.cache.root_keys import position_of
 from trunkline.controller.cache.thin_cache import ThinCache
 from trunkline.controller.messages import ModuleText, PromptLayout
 from trunkline.controller.sequences.module_prompt import CachedText, ModulePrompt
 from trunkline.controller.sequences.sequence import PrefixMatch, Sequence, SequenceGroup, Stem, TokenBuffer
-from trunkline.kvstore.chunks import OPEN_COUNT, Extent, Int32Array
+from trunkline.kvstore.chunks import OPEN_COUNT, TOKEN_BYTES, Extent, Int32Array
 from trunkline.kvstore.module_names import Ranges, RelocationRule, modules_root, pairs, prompt_root, text_names
 from trunkline.kvstore.tier import TierKind
 
@@ -126,7 +127,7 @@ def find_text(tree: RadixCache, text: CachedText, stop: int, step: int) -> Found
     root = tree.find_text_root(text.place)
     if root is None:
         return FoundText([], None, text.position)
-    base, size = tree.base_position(root), tree.chunk_bytes
+    base, size = position_of(root.key), tree.chunk_bytes
     nodes: list[Node] = []
     node = root
     for at in range(0, stop * TOKEN_BYTES, size):
@@ -177,7 +178,7 @@ def match_modules(
         ends.append(found.nodes[-1])
     if prompt.target >= 0:
         root = tree.text_root(prompt.name, prompt.texts[prompt.target].position)
-        base = tree.base_position(root)
+        base = position_of(root.key)
     else:
         root, base = tree.prompt_root(prompt.name), prompt.runs[0][0]
     match = tree.match(root, sequence.tokens.to_bytes(len(path) * tree.chunk_size, stop), step)

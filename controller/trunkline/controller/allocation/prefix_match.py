@@ -30,6 +30,7 @@ from trunkline.controller.allocation.modules import find_text, match_modules
 from trunkline.controller.allocation.window_match import match_thin, match_window
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import PENDING, Match, Node
+from trunkline.controller.cache.root_keys import drops_of
 from trunkline.controller.cache.thin_cache import ThinCache
 from trunkline.controller.cache.window_cache import WindowCache
 from trunkline.controller.engine_config import EngineConfig
@@ -290,7 +291,7 @@ def _source(
     """
     for start in range(chunk, -1, -1):
         after: ChunkName = cut.chain[start - 1] if start else tree.root_name(sequence.salt)
-        roots = [root for root in tree.cuts_after(after) if drops_within(tree.drops_of(root), drops)]
+        roots = [root for root in tree.cuts_after(after) if drops_within(drops_of(root.key), drops)]
         if not start and (plain := tree.find_root(sequence.salt)) is not None:
             roots.append(plain)
         for root in roots:

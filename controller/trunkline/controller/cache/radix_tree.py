@@ -18,12 +18,8 @@ hold `chunk_size` tokens; shorter ones are leaves.
       root (per prompt with modules)
        └── [64]──[23]                         own tokens of those that see the same texts at the same places
 
-The root of a cut stands for the history before the cut and for the part of it that can still be seen. Its name is
-a digest of both, so a request that sees more or less never finds KV computed behind the cut.
-The history itself is not kept: a request that sends it again finds the root by that digest.
-
-This file has structure, matching and holding; `trunkline.controller.cache.radix_cache` adds where chunks are and
-how they leave.
+This file has structure, matching and holding; `trunkline.controller.cache.root_keys` says how roots are found, and
+`trunkline.controller.cache.radix_cache` adds where chunks are and how they leave.
 """
 
 from __future__ import annotations
@@ -33,20 +29,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from trunkline.controller.cache import root_keys
+from trunkline.controller.cache.root_keys import CUT_ROOT, PROMPT_ROOT, SALT_ROOT, TEXT_ROOT
 from trunkline.kvstore.chunks import (
-    NAME_BYTES,
     NO_BLOCK,
     NO_PEER,
+    TOKEN_BYTES,
     BlockId,
     ChunkName,
     TieredChunk,
     chunk_name,
     root_name,
 )
-from trunkline.kvstore.cuts import PACKED_RANGE_BYTES, cut_name
+from trunkline.kvstore.cuts import cut_name
 from trunkline.kvstore.tier import TierKind
 
-TOKEN_BYTES: Final = 4
 ALL_CHUNKS: Final = 1 << 62
 """Value for "all chunks above": no path has so many."""
 PENDING: Final = 1 << 62
@@ -134,21 +131,6 @@ class Node(TieredChunk):
         return self.block != NO_BLOCK or self.host_ready
 
 
-SALT_ROOT: Final = b"s"
-"""First byte of the key of a salt's root. Behind it comes the salt."""
-CUT_ROOT: Final = b"c"
-"""First byte of the key of a cut's root. Behind it come the cut's name, the name of the last chunk of the history
-before the cut, and the dropped ranges."""
-TEXT_ROOT: Final = b"m"
-"""First byte of the key of a text's root. Behind it come the text's lookup name and the position of its first
-token."""
-PROMPT_ROOT: Final = b"p"
-"""First byte of the key of the root of a prompt with modules. Behind it comes the root's name."""
-_PLACE_BYTES: Final = 1 + NAME_BYTES
-"""Number of bytes at the beginning of a key by which a root is found, except for a salt's root."""
-_POSITION_BYTES: Final = 8
-
-
 @dataclass(slots=True)
 class Match:
     """The longest part of a prompt that is in one tree."""
@@ -162,15 +144,6 @@ class Match:
     longest with the prompt."""
     partial_tokens: int
     """Number of tokens of `partial` that agree; 0 without one."""
-
-
-def _after(cut_key: bytes) -> ChunkName:
-    return ChunkName(cut_key[_PLACE_BYTES : _PLACE_BYTES + NAME_BYTES])
-
-
-def _place(key: bytes) -> bytes:
-    """Return the part of a root's key by which it is found."""
-    return key if key.startswith(SALT_ROOT) else key[:_PLACE_BYTES]
 
 
 def common_tokens(left: bytes, right: bytes) -> int:
@@ -195,7 +168,7 @@ class RadixTree:
         self.chunk_bytes = chunk_size * TOKEN_BYTES
         self._identity = (fingerprint, dtype)
         self._roots: dict[bytes, Node] = {}
-        """The roots, by the `_place` of their keys."""
+        """The roots, by the places of their keys."""
         self._cuts: dict[ChunkName, dict[bytes, None]] = {}
         """Keys of the roots of cuts, by the chunk after which they stand, in order of creation."""
         self.node_count = 0
@@ -223,11 +196,7 @@ class RadixTree:
             drops: the ranges of the history that are not seen behind the cut, packed.
         """
         name = cut_name(after, drops)
-        return self._root(CUT_ROOT + name + after + drops, name)
-
-    def drops_of(self, root: Node) -> bytes:
-        """Return the ranges that are not seen behind the root of a cut, packed; nothing for other roots."""
-        return root.key[_PLACE_BYTES + NAME_BYTES :] if root.key.startswith(CUT_ROOT) else b""
+        return self._root(root_keys.cut_key(name, after, drops), name)
 
     def find_cut(self, name: ChunkName) -> Node | None:
         """Return the root of the cut with this name (`cut_name`); None: the tree has none."""
@@ -237,47 +206,28 @@ class RadixTree:
         """Return the roots of cuts after the same history, the latest first."""
         return [self._roots[key] for key in reversed(self._cuts.get(after, {}))]
 
-    def text_root(self, place: ChunkName, position: int) -> Node:
+    def text_root(self, name: ChunkName, position: int) -> Node:
         """Return the root of a module's text; make it if need be.
 
         Args:
-            place: name of what the text sees and how it begins.
+            name: name of what the text sees and how it begins.
             position: position at which the text's first token will be computed, if the root is new
-                (`base_position`).
+                (`root_keys.position_of`).
         """
-        root = self.find_text_root(place)
-        if root is not None:
-            return root
-        root = self._root(
-            TEXT_ROOT + place + position.to_bytes(_POSITION_BYTES, "little"), self.text_name(place, position)
-        )
-        root.text_name = place
+        root = self.find_text_root(name)
+        if root is None:
+            root = self._root(root_keys.text_key(name, position), root_keys.text_root_name(name, position))
+            root.text_name = name
         return root
 
-    def find_text_root(self, place: ChunkName) -> Node | None:
+    def find_text_root(self, name: ChunkName) -> Node | None:
         """Return the root of a text, if there is one."""
-        return self._roots.get(TEXT_ROOT + place)
-
-    @staticmethod
-    def base_position(root: Node) -> int:
-        """Return the position at which a text's first token was computed, or is to be."""
-        return int.from_bytes(root.key[_PLACE_BYTES:], "little")
-
-    @staticmethod
-    def text_name(place: ChunkName, position: int) -> ChunkName:
-        """Return the name of a text's root. It includes the position, because the KV of its chunks is rotated."""
-        return chunk_name(place, position.to_bytes(_POSITION_BYTES, "little"))
-
-    @staticmethod
-    def first_chunk_name(place: ChunkName, position: int, key: bytes) -> ChunkName:
-        """Return the name of a text's first chunk, computed at a position."""
-        root = RadixTree.text_name(place, position)
-        return chunk_name(root, root + key)
+        return self._roots.get(TEXT_ROOT + name)
 
     def prompt_root(self, name: ChunkName) -> Node:
         """Return the root for the own tokens of prompts with the same modules at the same places; make it if need
         be."""
-        return self._root(PROMPT_ROOT + name, name)
+        return self._root(root_keys.prompt_key(name), name)
 
     def find_prompt_root(self, name: ChunkName) -> Node | None:
         """Return the root for the own tokens of a prompt with modules, if there is one."""
@@ -285,33 +235,33 @@ class RadixTree:
 
     def restore_root(self, key: bytes) -> Node | None:
         """Return the root for a key that another run stored; None if the key is not valid."""
-        if key.startswith(SALT_ROOT):
-            return self.root(key[len(SALT_ROOT) :])
-        if key.startswith(PROMPT_ROOT) and len(key) == _PLACE_BYTES:
-            return self.prompt_root(ChunkName(key[1:]))
-        if key.startswith(TEXT_ROOT) and len(key) == _PLACE_BYTES + _POSITION_BYTES:
-            return self.text_root(ChunkName(key[1:_PLACE_BYTES]), int.from_bytes(key[_PLACE_BYTES:], "little"))
-        start = _PLACE_BYTES + NAME_BYTES
-        if key.startswith(CUT_ROOT) and len(key) > start and not (len(key) - start) % PACKED_RANGE_BYTES:
-            return self._root(key, ChunkName(key[1:_PLACE_BYTES]))
-        return None
+        name = root_keys.name_in(key)
+        if name is None:
+            return None
+        match key[:1]:
+            case root_keys.SALT_ROOT:
+                return self.root(key[len(SALT_ROOT) :])
+            case root_keys.TEXT_ROOT:
+                return self.text_root(name, root_keys.position_of(key))
+            case _:
+                return self._root(key, name)
 
     def _root(self, key: bytes, name: ChunkName) -> Node:
-        place = _place(key)
+        place = root_keys.place_of(key)
         root = self._roots.get(place)
         if root is None:
             root = self._roots[place] = Node(None, key, name, NO_BLOCK)
             if key.startswith(CUT_ROOT):
-                self._cuts.setdefault(_after(key), {})[place] = None
+                self._cuts.setdefault(root_keys.after_of(key), {})[place] = None
         return root
 
     def prune_root(self, node: Node) -> None:
         """Forget an empty tree that is not held: clients choose salts, which must not pile up."""
         if node.parent is not None or node.children or node.holders:
             return
-        place = _place(node.key)
+        place = root_keys.place_of(node.key)
         if self._roots.pop(place, None) is not None and node.key.startswith(CUT_ROOT):
-            after = _after(node.key)
+            after = root_keys.after_of(node.key)
             del self._cuts[after][place]
             if not self._cuts[after]:
                 del self._cuts[after]

@@ -14,9 +14,9 @@ from typing import Final
 
 import numpy as np
 
-from trunkline.controller.cache.radix_tree import TOKEN_BYTES, Node
+from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.drafts.text_index import NO_TOKEN
-from trunkline.kvstore.chunks import Int32Array
+from trunkline.kvstore.chunks import TOKEN_BYTES, Int32Array
 
 CHILDREN_MAX: Final = 8
 """Number of a chunk's children that are looked at: many continuations of a path say little about the next one."""

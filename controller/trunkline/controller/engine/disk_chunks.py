@@ -16,7 +16,8 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_64_digest
 
 from trunkline.controller.cache.radix_cache import RadixCache
-from trunkline.controller.cache.radix_tree import SALT_ROOT, Node
+from trunkline.controller.cache.radix_tree import Node
+from trunkline.controller.cache.root_keys import SALT_ROOT
 from trunkline.kvstore.chunks import NO_BLOCK, ChunkName, SlotId, chunk_name
 
 _LONG_AGO: Final = 1e-9

@@ -32,8 +32,9 @@ from trunkline.controller.allocation.kv_manager import KVCacheManager
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.kv_events import problem_of_log
 from trunkline.controller.cache.radix_cache import RadixCache
-from trunkline.controller.cache.radix_tree import PENDING, SALT_ROOT, Node
+from trunkline.controller.cache.radix_tree import PENDING, Node
 from trunkline.controller.cache.reader_cache import ReaderCache
+from trunkline.controller.cache.root_keys import SALT_ROOT
 from trunkline.controller.cache.thin_cache import ThinCache
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.sequence import Phase, Sequence

@@ -19,7 +19,6 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from trunkline.controller.cache.radix_tree import TOKEN_BYTES
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import (
     ENDED_CHARACTERS_MAX,
@@ -38,7 +37,7 @@ from trunkline.controller.messages import (
 from trunkline.controller.sequences.beam_search import WIDTH_MAX
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.beams import candidate_count
-from trunkline.kvstore.chunks import NAME_BYTES, blocks_for, largest, least, unpack_int32
+from trunkline.kvstore.chunks import NAME_BYTES, TOKEN_BYTES, blocks_for, largest, least, unpack_int32
 from trunkline.kvstore.cuts import problem_of_drops
 from trunkline.runtime.spans import CONTEXT_BYTES
 from trunkline.worker.messages import POOL_MEAN, Sampling

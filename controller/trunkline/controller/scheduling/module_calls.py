@@ -8,7 +8,7 @@ from typing import Final
 
 from trunkline.controller.allocation.kv_manager import KVCacheManager
 from trunkline.controller.allocation.modules import find_text, name_texts
-from trunkline.controller.cache.radix_tree import TOKEN_BYTES, Node
+from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.messages import ModulesCall, ModuleText
 from trunkline.controller.scheduling.fair_queue import FairQueue
 from trunkline.controller.scheduling.module_jobs import ModuleJobs, Wish
@@ -16,7 +16,7 @@ from trunkline.controller.sequences.module_prompt import CachedText
 from trunkline.controller.sequences.sequence import Sequence as TokenSequence
 from trunkline.controller.sequences.sequence import SequenceGroup
 from trunkline.controller.tiers.fetching import Fetching
-from trunkline.kvstore.chunks import ChunkName, blocks_for, pack_int32
+from trunkline.kvstore.chunks import TOKEN_BYTES, ChunkName, blocks_for, pack_int32
 from trunkline.kvstore.module_names import RelocationRule
 from trunkline.router.messages import ModulesReply
 

@@ -20,6 +20,7 @@ from msgspec import structs
 from trunkline.controller.allocation.modules import encoding_of, find_text, lay_out
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import Node
+from trunkline.controller.cache.root_keys import first_chunk_name
 from trunkline.controller.messages import Submit
 from trunkline.controller.scheduling.fair_queue import FairQueue
 from trunkline.controller.sequences.module_prompt import CachedText, ModulePrompt
@@ -154,7 +155,7 @@ class ModuleJobs:
             if text.content not in self._jobs and not group.encodes and group.found is None:
                 prompt.encoded.add(index)
                 start = text.tokens[: self._tree.chunk_bytes]
-                name = self._tree.first_chunk_name(text.place, text.position, start)
+                name = first_chunk_name(text.place, text.position, start)
                 prompt.miss = MissReason.SLOW if far else self._tree.departed(name) or MissReason.NEW
             self.encode(prompt.texts, index, wish, far=far)
 

@@ -9,9 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkline.controller.cache.radix_tree import TOKEN_BYTES
 from trunkline.controller.messages import Holder
-from trunkline.kvstore.chunks import ChunkName, Int32Array, blocks_for
+from trunkline.kvstore.chunks import TOKEN_BYTES, ChunkName, Int32Array, blocks_for
 from trunkline.kvstore.module_names import Ranges
 
 

@@ -26,8 +26,9 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Final
 
-from trunkline.controller.cache.radix_tree import CUT_ROOT, PENDING, TEXT_ROOT, RadixTree
+from trunkline.controller.cache.radix_tree import PENDING, RadixTree
 from trunkline.controller.cache.radix_tree import Node as Chunk
+from trunkline.controller.cache.root_keys import CUT_ROOT, TEXT_ROOT
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.messages import OffersCall
 from trunkline.kvstore.chunks import chunk_name

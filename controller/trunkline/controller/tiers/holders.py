@@ -27,7 +27,8 @@ from typing import Final, NamedTuple
 
 from trunkline.controller.allocation.prefix_match import segment_root
 from trunkline.controller.cache.radix_cache import RadixCache
-from trunkline.controller.cache.radix_tree import CUT_ROOT, SALT_ROOT, TEXT_ROOT, Node
+from trunkline.controller.cache.radix_tree import Node
+from trunkline.controller.cache.root_keys import CUT_ROOT, SALT_ROOT, TEXT_ROOT
 from trunkline.controller.messages import Holder
 from trunkline.controller.sequences.sequence import CutPrompt, SequenceGroup
 from trunkline.controller.sequences.sequence import Sequence as Grown

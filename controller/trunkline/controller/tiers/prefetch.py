@@ -16,6 +16,7 @@ from trunkline.controller.allocation.prefix_match import expected_chunks
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.cache.reader_cache import ReaderCache
+from trunkline.controller.cache.root_keys import text_root_name
 from trunkline.controller.messages import Holder
 from trunkline.controller.reports import Probed
 from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
@@ -199,7 +200,7 @@ class Prefetcher:
         if not group.encodes:
             return _Origin(self._tree.find_prompt_root(prompt.name), prompt.name, prompt.name)
         root = self._tree.find_text_root(prompt.name)
-        name = root.name if root is not None else self._tree.text_name(prompt.name, prompt.runs[0][0])
+        name = root.name if root is not None else text_root_name(prompt.name, prompt.runs[0][0])
         return _Origin(root, name, name)
 
     def probed(self, report: Probed, step: int, now: float) -> None:

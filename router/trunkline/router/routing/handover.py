@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final
 
-from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, chain, root_name
+from trunkline.kvstore.chunks import NAME_BYTES, TOKEN_BYTES, ChunkName, chain, root_name
 from trunkline.router.messages import OfferedPath
 from trunkline.router.routing.names import KvIdentity, whole_chunks
 
@@ -29,7 +29,6 @@ NOTHING_COMES_SECONDS: Final = 0.5
 ASLEEP_SECONDS: Final = 3.0
 """Time in seconds that chunks on the giver's disk have to come into its host memory. After that, what is there
 goes."""
-_TOKEN_BYTES: Final = 4
 _SALT, _CUT, _TEXT, _PROMPT = b"s", b"c", b"m", b"p"
 
 
@@ -41,14 +40,14 @@ def path_names(path: OfferedPath, identity: KvIdentity) -> list[bytes]:
         root = root_name(identity.fingerprint, identity.dtype, size, path.root[1:])
         return whole_chunks(root, path.tokens, size)
     place = ChunkName(path.root[1 : 1 + NAME_BYTES])
-    if len(place) < NAME_BYTES or len(path.tokens) % _TOKEN_BYTES:
+    if len(place) < NAME_BYTES or len(path.tokens) % TOKEN_BYTES:
         return []
     if kind == _TEXT:
         return list(chain(place, path.tokens, size))
     if kind not in (_CUT, _PROMPT):
         return []
     moved = [path.names[at : at + NAME_BYTES] for at in range(0, len(path.names), NAME_BYTES)]
-    rest = path.tokens[len(moved) * size * _TOKEN_BYTES :]
+    rest = path.tokens[len(moved) * size * TOKEN_BYTES :]
     return moved + whole_chunks(moved[-1] if moved else place, rest, size, marker=place)
 
 

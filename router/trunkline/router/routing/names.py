@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from trunkline.controller.messages import PromptLayout
-from trunkline.kvstore.chunks import ChunkName, blocks_for, chain, chunk_name, root_name
+from trunkline.kvstore.chunks import TOKEN_BYTES, ChunkName, blocks_for, chain, chunk_name, root_name
 from trunkline.kvstore.cuts import PACKED_RANGE_BYTES, ContextCut, KeptTable, cut_name
 from trunkline.kvstore.module_names import Ranges, RelocationRule, modules_root, pairs, prompt_root, text_names
 from trunkline.router.routing.index import Match
@@ -38,7 +38,6 @@ _TRIES_MAX: Final = 256
 """Largest number of times that controllers' chunks are looked through to follow a history."""
 KEPT_WAYS_MAX: Final = 3
 """Largest number of chains for chunks that were computed behind a cut."""
-_TOKEN_BYTES: Final = 4
 _root_name: Final = lru_cache(maxsize=1024)(root_name)
 
 
@@ -104,7 +103,7 @@ class CutHistory(NamedTuple):
         Args:
             known: Returns how many first ones of some names a controller has.
         """
-        size = self.cut.chunk_size * _TOKEN_BYTES
+        size = self.cut.chunk_size * TOKEN_BYTES
         names = list(self.names[: known(self.names)])
         least, most, tries = 1, _AHEAD, 0
         while len(names) < len(self.names) and tries < _TRIES_MAX:
@@ -153,9 +152,9 @@ def prompt_names(request: RouteRequest, identity: KvIdentity) -> Names:
     size = identity.chunk_size
     if request.names is not None:
         return Names([Chain(request.names, size, size)], request.token_count)
-    if len(request.tokens) % _TOKEN_BYTES:
-        raise ValueError(f"a prompt of {len(request.tokens)} bytes; tokens have {_TOKEN_BYTES} each")
-    count = len(request.tokens) // _TOKEN_BYTES
+    if len(request.tokens) % TOKEN_BYTES:
+        raise ValueError(f"a prompt of {len(request.tokens)} bytes; tokens have {TOKEN_BYTES} each")
+    count = len(request.tokens) // TOKEN_BYTES
     root = _root_name(identity.fingerprint, identity.dtype, size, request.salt)
     if request.layout is not None:
         chains, seen = _module_chains(request.layout, request.tokens, root, identity)
@@ -184,7 +183,7 @@ def whole_chunks(
             themselves.
         begun: names of the first chunks, if they are known.
     """
-    size = chunk_size * _TOKEN_BYTES
+    size = chunk_size * TOKEN_BYTES
     names = list(begun[: len(tokens) // size])
     name = names[-1] if names else bytes(root)
     names += chain(name, tokens[size * len(names) : len(tokens) // size * size], chunk_size, marker)
@@ -247,12 +246,12 @@ def _module_chains(
     named: list[tuple[ChunkName, int]] = []
     shown: list[tuple[ChunkName, int, Ranges]] = []
     chains: list[Chain] = []
-    seen_tokens = len(own) // _TOKEN_BYTES
+    seen_tokens = len(own) // TOKEN_BYTES
     for index, text in enumerate(layout.texts):
         if not -1 <= text.parent < index:
             raise ValueError(f"text {index} has text {text.parent} above it, which does not come before it")
         above = named[text.parent] if text.parent >= 0 else None
-        names = text_names(text.position, text.tokens, above, base, moves, size * _TOKEN_BYTES)
+        names = text_names(text.position, text.tokens, above, base, moves, size * TOKEN_BYTES)
         named.append((names.content, text.position))
         seen = pairs(text.seen)
         if seen:
@@ -268,8 +267,8 @@ def _module_chains(
 def _text_chain(text: int, place: ChunkName, tokens: bytes, seen: Sequence[tuple[int, int]], size: int) -> Chain:
     """Return the chain of a text's chunks up to the last one that the prompt sees."""
     chunks = blocks_for(seen[-1][1], size)
-    held = tokens[: chunks * size * _TOKEN_BYTES]
+    held = tokens[: chunks * size * TOKEN_BYTES]
     names = chain(place, held, size)
-    count = len(held) // _TOKEN_BYTES
+    count = len(held) // TOKEN_BYTES
     unseen = count - sum(stop - start for start, stop in seen)
     return Chain(names, size, count - (len(names) - 1) * size, len(names), unseen, text=text)

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from trunkline.controller.messages import WENT_ON_NAMES, Holder
+from trunkline.kvstore.chunks import TOKEN_BYTES
 from trunkline.router.routing.index import TIERS, IntArray, Match
 from trunkline.router.routing.names import Chain, Names
 from trunkline.router.routing.request import Left
@@ -15,7 +16,6 @@ from trunkline.router.routing.tails import Tail, Tails
 
 ANSWER_CHUNKS: Final = 8
 """Number of chunks before the last one that is cached where a known tail is looked for, too."""
-_TOKEN_BYTES: Final = 4
 
 
 class Found(NamedTuple):
@@ -57,7 +57,7 @@ def own_tail(prompt: bytes, names: Names, chunk_size: int) -> Tail | None:
     if not names.root:
         return None
     full = names.chains[0].names
-    return Tail(full[-1] if full else names.root, prompt[len(full) * chunk_size * _TOKEN_BYTES :])
+    return Tail(full[-1] if full else names.root, prompt[len(full) * chunk_size * TOKEN_BYTES :])
 
 
 def known_tails(
@@ -80,7 +80,7 @@ def known_tails(
     for chunks in ends:
         depth = chunks * chain.tokens
         parent = chain.names[chunks - 1] if chunks else found.names.root
-        rest = prompt[depth * _TOKEN_BYTES : (depth + chain.tokens) * _TOKEN_BYTES]
+        rest = prompt[depth * TOKEN_BYTES : (depth + chain.tokens) * TOKEN_BYTES]
         name, tokens = tails.find(parent, rest, now)
         if tokens:
             yield name, depth, tokens

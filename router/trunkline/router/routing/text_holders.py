@@ -8,13 +8,12 @@ from typing import Final
 from msgspec.structs import replace
 
 from trunkline.controller.messages import ModuleText, PromptLayout
-from trunkline.kvstore.chunks import pack_int32
+from trunkline.kvstore.chunks import TOKEN_BYTES, pack_int32
 from trunkline.router.routing.core import NoControllerError, RoutingCore
 from trunkline.router.routing.request import RouteRequest
 
 LOOKED_UP_MAX: Final = 512
 """Largest number of texts that are looked up for one call: each takes some 10 µs, in which no stream goes on."""
-_TOKEN_BYTES: Final = 4
 
 
 def with_holders(
@@ -29,7 +28,7 @@ def with_holders(
         relocate: as in `PromptLayout`.
     """
     first = [
-        replace(text, seen=pack_int32([0, len(text.tokens) // _TOKEN_BYTES])) for text in texts[:LOOKED_UP_MAX]
+        replace(text, seen=pack_int32([0, len(text.tokens) // TOKEN_BYTES])) for text in texts[:LOOKED_UP_MAX]
     ]
     route = RouteRequest(b"", salt, layout=PromptLayout(first, b"", relocate=relocate), pinned=controller)
     try:

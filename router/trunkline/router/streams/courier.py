@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from trunkline.controller.messages import OffersCall, Prefetch
+from trunkline.kvstore.chunks import TOKEN_BYTES
 from trunkline.router.errors import ApiError
 from trunkline.router.messages import OfferedPath, Offers, Prefetched, State
 from trunkline.router.routing.core import NoControllerError, RoutingCore
@@ -28,7 +29,6 @@ TICK_SECONDS: Final = 0.1
 """Time between two looks at what has arrived."""
 CALL_SECONDS: Final = 10.0
 """Longest time in seconds to wait for a controller's answer."""
-_TOKEN_BYTES: Final = 4
 
 
 def room_of(state: State) -> float:
@@ -131,7 +131,7 @@ class Courier:
         """Have a group fetch a path; or wait until it can be fetched, or give it up."""
         path = handing.path
         names = handing.names = handing.names or path_names(path, self._identity)
-        decision = self._decide(names, len(path.tokens) // _TOKEN_BYTES, now) if names else None
+        decision = self._decide(names, len(path.tokens) // TOKEN_BYTES, now) if names else None
         if decision is None:
             self._plan.give_up(handing)
             return

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from trunkline.controller.messages import Holder, Prefetch, Submit
+from trunkline.kvstore.chunks import TOKEN_BYTES
 from trunkline.router.messages import FinishReason
 from trunkline.router.routing.core import RoutingCore
 from trunkline.router.routing.index import EXPECTED, HOST
@@ -38,7 +39,6 @@ PIECES_MAX: Final = 4
 """Largest number of times that the decode group is told what it can pull of one prompt."""
 PIECE_CHUNKS_MIN: Final = 4
 """Smallest number of chunks of which it is told at a time."""
-_TOKEN_BYTES: Final = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +135,7 @@ class PlannedContinuations:
         start, plan.told = plan.told, stop
         if state is None or not state.exports or not plan.goes_on.ready:
             return
-        tokens = route.tokens[: stop * state.chunk_size * _TOKEN_BYTES]
+        tokens = route.tokens[: stop * state.chunk_size * TOKEN_BYTES]
         holder = Holder(plan.computes.name, state.exports, start, stop)
         plan.goes_on.tell(lambda ticket: Prefetch(ticket, tokens, route.salt, holders=[holder]))
 
