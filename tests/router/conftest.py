@@ -99,8 +99,9 @@ def fake(cluster: tuple[RunningRouter, FakeController], tokenizer: Tokenizer) ->
     yield controller
     controller.behaviour.hold = controller.behaviour.mute = controller.behaviour.queue = False
     wait_until(lambda: router.inflight == 0 and controller.live == 0)
-    left = list(router.service._generations)
-    router.service._generations.clear()  # only the test that has left them fails
+    left = list(router.service.live)
+    for generation in left:  # only the test that has left them fails
+        router.service.live.end(generation)
     assert not left
 
 

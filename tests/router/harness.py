@@ -122,11 +122,11 @@ class RunningRouter:
     @property
     def tokens(self) -> int:
         """Tokens that it has of the answers that are being made."""
-        return sum(len(each) for live in [*self.service._generations.values()] for each in live.stream.outputs)
+        return sum(len(each) for live in [*self.service.live.values()] for each in live.stream.outputs)
 
     def has_begun(self) -> bool:
         """Whether the first tokens of all answers were read, so that what fails now fails on the way."""
-        return all(each.first_token_at is not None for each in [*self.service._generations])
+        return all(each.first_token_at is not None for each in [*self.service.live])
 
     @property
     def ready(self) -> int:

@@ -239,7 +239,7 @@ class _Signals:
         _log.warning("second_signal")
         if not self._drained.done():
             self._drained.set_result(False)
-        self._service.cut_all()
+        self._service.live.cut_all()
         # `force_exit` would leave the service open, and end its lifespan with a traceback.
         self._server.should_exit = True
 
@@ -260,7 +260,7 @@ class _Signals:
                     await asyncio.sleep(_MEET_INTERVAL_S)
         except TimeoutError:
             _log.warning("drain_timed_out", seconds=self._config.drain_seconds)
-            self._service.cut_all()
+            self._service.live.cut_all()
         if not self._is_told:  # else `_leave` does the rest
             self._drained.set_result(True)
             self._server.should_exit = True

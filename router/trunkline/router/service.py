@@ -10,13 +10,11 @@ import copy
 import importlib.metadata
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
-import zmq
 
 from trunkline.controller.messages import Forget, Prefetch
 from trunkline.kvstore.chunks import pack_int32
@@ -25,9 +23,7 @@ from trunkline.router.config import RouterConfig
 from trunkline.router.errors import draining, overloaded, unavailable
 from trunkline.router.http.body import LargeRequests
 from trunkline.router.jobs.job import Job, ModelLimits, Modules
-from trunkline.router.membership.member import Member
-from trunkline.router.membership.open_source import open_source
-from trunkline.router.messages import FinishReason, Prefetched
+from trunkline.router.messages import Prefetched
 from trunkline.router.routing.core import RouteRequest, RoutingCore
 from trunkline.router.routing.request import Origin
 from trunkline.router.stores.background_store import BackgroundStore
@@ -42,55 +38,20 @@ from trunkline.router.stores.task_store import TaskStore
 from trunkline.router.stores.task_stores import TaskStores
 from trunkline.router.streams.dispatch import Dispatcher
 from trunkline.router.streams.generation import Choices, Generation
-from trunkline.router.streams.handovers import Handovers
-from trunkline.router.streams.health import Health, HealthProbe, describe
-from trunkline.router.streams.introductions import Introductions
-from trunkline.router.streams.kv_feed import EventFeeds
+from trunkline.router.streams.group_connections import GroupConnections
+from trunkline.router.streams.health import Health, describe
 from trunkline.router.streams.link import ControllerLink
-from trunkline.router.streams.link_keeper import LinkKeeper
 from trunkline.router.streams.links import Links
+from trunkline.router.streams.live import LiveGenerations, LiveRequest
 from trunkline.router.streams.served_models import ServedModels
-from trunkline.router.streams.streams import Stream
 from trunkline.router.telemetry.metrics import LiveGauges, Metrics
 from trunkline.router.telemetry.request_record import RequestRecord, arrival, current_record
 from trunkline.router.tenancy.tenants import Meter, Tenants, current_meter
 from trunkline.router.text.tokenizer import Tokenizer
-from trunkline.runtime.wire_keys import Role, problem_of
-from trunkline.runtime.wire_peer import WirePeer
 
 RECORDS_PATIENCE_S: Final = 10.0
 """Time in seconds for which an operation of the record store is tried before the store counts as away."""
 _CREATED: Final = int(time.time())
-
-
-class LiveRequest(NamedTuple):
-    """A generation that runs or waits, as the dashboard shows it."""
-
-    origin: Origin
-    stream: Stream
-    arrived_at: float
-    """Loop time in seconds at which the request arrived."""
-
-
-class _Opened(NamedTuple):
-    """What a router has from `RouterService.open` to `close`."""
-
-    zmq: zmq.Context[zmq.Socket[bytes]]
-    health: HealthProbe
-    feeds: EventFeeds
-    handovers: Handovers
-    keeper: LinkKeeper
-    tender: RecordTender
-
-
-@dataclass(slots=True)
-class _Life:
-    """The state of a router between its start and its end."""
-
-    idle: asyncio.Event
-    """Set while nothing is generated."""
-    draining: bool = False
-    opened: _Opened | None = None
 
 
 class RouterService:
@@ -109,12 +70,11 @@ class RouterService:
         """The model of the requests that use this service."""
         self._is_chosen = False
         """Whether requests have asked for this very model. Until a request's body is read, any model will do."""
-        self.links = self.models.links = Links()
         self.metrics = Metrics(
             lambda: self.links,
             LiveGauges(
                 lambda: len(self.schemas),
-                lambda: self.live_count,
+                lambda: len(self.live),
                 lambda: self.dispatcher.waiting_count,
                 lambda: self.models.memory,
             ),
@@ -149,9 +109,11 @@ class RouterService:
             on_route=lambda decision: self.metrics.routing.chose(decision),
             on_planned=lambda outcome: self.metrics.routing.planned.labels(outcome).inc(),
         )
-        self._generations: dict[Generation, LiveRequest] = {}
-        self._life = _Life(asyncio.Event())
-        self._life.idle.set()
+        self.groups = GroupConnections(config, self.models, self.dispatcher, self.records, self.metrics.routing)
+        self.live = LiveGenerations()
+        self._tender = RecordTender(
+            self.records, self.schemas.gone, self.metrics.records.noted, phase=config.number / config.routers
+        )
 
     def of_model(self, name: str) -> RouterService:
         """Return the service of the model with a name; if there is none, that of the first model."""
@@ -162,9 +124,9 @@ class RouterService:
         return other
 
     @property
-    def draining(self) -> bool:
-        """Whether new requests are refused because the process is about to exit."""
-        return self._life.draining
+    def links(self) -> Links:
+        """The connections to the groups that are members of the cluster."""
+        return self.models.links
 
     @property
     def sessions(self) -> SessionStore:
@@ -218,74 +180,18 @@ class RouterService:
 
     def open(self) -> None:
         """Begin to connect to the controllers."""
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        core, config = self.dispatcher.core, self.config
-        feeds = EventFeeds(context, core.index, self.dispatcher.load_changed)
-        handovers = Handovers(self.links, core, self.records, self.metrics.routing.handovers)
-        introductions = Introductions(core)
-
-        def weighed(link: ControllerLink) -> list[ControllerLink]:
-            others = self.models.weigh(link, is_member=link in self.links, now=self.dispatcher.now())
-            return [each for each in others if each is not link]
-
-        def use(links: Iterable[ControllerLink]) -> None:
-            for link in links:
-                handovers.changed(link)  # a new group must not get requests before it is told
-                self.dispatcher.link_changed(link)
-                introductions.changed(link, self.dispatcher.now())
-
-        def changed(link: ControllerLink) -> None:
-            others = weighed(link)
-            use([link, *others])
-
-        self.links.on_remove = lambda link: use(weighed(link))
-
-        def connect(slot: int, member: Member, peer: WirePeer) -> ControllerLink:
-            link = ControllerLink(slot, member, context, config.silence_seconds, peer)
-            link.patience = config.resume_seconds
-            link.judge = self.models.judge
-            link.on_change = changed
-            return link
-
-        keeper = LinkKeeper(
-            self.links,
-            core,
-            feeds,
-            connect,
-            handovers=handovers,
-            on_left=self.metrics.routing.left,
-            peer=lambda: WirePeer(config.wire_keys, Role.ROUTER),
-            refusal=lambda endpoints: problem_of(
-                endpoints, config.wire_keys, Role.ROUTER, plain_tcp=config.plain_tcp
-            ),
-        )
-        tender = RecordTender(
-            self.records,
-            self.schemas.gone,
-            self.metrics.records.noted,
-            phase=self.config.number / self.config.routers,
-        )
-        probe = HealthProbe(self.links, lambda link: self.models.of_link(link).probe_token)
-        self._life.opened = _Opened(context, probe, feeds, handovers, keeper, tender)
-        tender.open()
+        self._tender.open()
         self.tenants.open()
-        feeds.open()
-        keeper.open(fixed_members(config), open_source(config.members, self.records) if config.members else None)
+        self.groups.open()
 
     async def close(self) -> None:
         """Disconnect from the controllers and the store of records; generations that still run fail."""
-        opened = self._life.opened
-        if opened is not None:
-            opened.feeds.close()
-            await opened.handovers.close()
-            await opened.tender.close()
-            await opened.keeper.close()
+        await self._tender.close()
+        await self.groups.close()
         self.models.close()
         self.large_requests.close()
         await self.tenants.close()
         await self.records.close()
-        if opened is not None:
-            opened.zmq.term()
 
     @property
     def limits(self) -> ModelLimits:
@@ -311,9 +217,9 @@ class RouterService:
         Raises:
             ApiError: 503, the router is draining, or no controller is ready; 429, too many requests run.
         """
-        if self.draining:
+        if self.live.draining:
             raise draining()
-        if len(self._generations) + count > self.config.max_inflight:
+        if len(self.live) + count > self.config.max_inflight:
             raise overloaded(f"this router already works on {self.config.max_inflight} requests")
         wanted = self._wanted if self._is_chosen else ""
         is_ready = any(link.ready and link.standing.may_serve(wanted) for link in self.links)
@@ -344,26 +250,11 @@ class RouterService:
             arrived_at := arrival(),
             lambda it: self._forget(it, meter, record),
         )
-        self._generations[generation] = LiveRequest(route.origin, stream, arrived_at)
-        self._life.idle.clear()
+        self.live.begin(generation, LiveRequest(route.origin, stream, arrived_at))
         self.metrics.generations.labels(job.method, "" if job.grammar is None else job.grammar.kind).inc()
         if self.config.request_timeout_seconds:
             generation.limit(self.config.request_timeout_seconds)
         return generation
-
-    @property
-    def members_problem(self) -> str:
-        """Why the links may not be those to the present groups, for people; "": they are."""
-        return "" if self._life.opened is None else self._life.opened.keeper.problem
-
-    def events_status(self, controller: int) -> str:
-        """Return how current the index of a controller's chunks is: "current", "catching up", "stale", or
-        "off"."""
-        return "off" if self._life.opened is None else self._life.opened.feeds.status(controller)
-
-    def is_warming(self, link: ControllerLink) -> bool:
-        """Return whether a group is new and fetches what it will need first, before it gets requests."""
-        return self._life.opened is not None and self._life.opened.handovers.is_warming(link)
 
     def _route_of(self, job: Job) -> RouteRequest:
         """Return the job as routing sees it."""
@@ -425,25 +316,11 @@ class RouterService:
         self.metrics.phases.ended(generation, meter.tenant)
         if record is not None:
             record.add(generation)
-        self._generations.pop(generation, None)
-        if not self._generations:
-            self._life.idle.set()
-
-    @property
-    def live_count(self) -> int:
-        """Number of generations that run or wait."""
-        return len(self._generations)
-
-    @property
-    def generations(self) -> Mapping[Generation, LiveRequest]:
-        """The generations that run or wait."""
-        return self._generations
+        self.live.end(generation)
 
     async def health(self) -> Health:
         """Return whether tokens can be generated and new requests are accepted."""
-        if self.draining or self._life.opened is None:
-            return Health(False, "shutting down" if self.draining else "starting")
-        return await self._life.opened.health.check()
+        return Health(False, "shutting down") if self.live.draining else await self.groups.health()
 
     async def flush_cache(self) -> int:
         """Drop the cached blocks of all controllers that no request uses; return their number.
@@ -458,21 +335,9 @@ class RouterService:
 
     async def drain(self, timeout_seconds: float) -> bool:
         """Refuse new requests and wait for the running ones. Return False if some of them had to be cut off."""
-        self._life.draining = True
+        self.live.draining = True
         self.tasks.changed.set()
-        try:
-            async with asyncio.timeout(timeout_seconds):
-                await self._life.idle.wait()
-        except TimeoutError:
-            self.cut_all()
-            return False
-        return True
-
-    def cut_all(self) -> None:
-        """End every running generation with an error."""
-        self._life.draining = True
-        for generation in list(self._generations):
-            generation.cut(FinishReason.DRAINING, "the server is shutting down")
+        return await self.live.drain(timeout_seconds)
 
 
 def scoped_session(session: str, salt: bytes) -> str:
@@ -483,13 +348,6 @@ def scoped_session(session: str, salt: bytes) -> str:
         salt: the request's salt.
     """
     return f"{current_meter().tenant}/{salt.hex()}/{session}" if session else ""
-
-
-def fixed_members(config: RouterConfig) -> dict[str, Member]:
-    """Return the controllers that the configuration lists, as members; their ids are "0", "1", …."""
-    events = config.events or [""] * len(config.controllers)
-    pairs = enumerate(zip(config.controllers, events, strict=True))
-    return {str(index): Member(str(index), address, of_it) for index, (address, of_it) in pairs}
 
 
 def _origin_of(job: Job) -> Origin:

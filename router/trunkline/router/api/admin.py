@@ -49,7 +49,7 @@ def _records_health(away: str) -> dict[str, str]:
 def _status(service: RouterService, link: ControllerLink) -> str:
     if link.state is None:
         return "disconnected"
-    return "warming up" if service.is_warming(link) else link.state.status
+    return "warming up" if service.groups.is_warming(link) else link.state.status
 
 
 @routes.head("/ping", include_in_schema=False)
@@ -64,7 +64,7 @@ async def health(request: Request) -> Response:
         "status": "ok" if result.ok else "unavailable",
         "reason": result.why,
         **_records_health(service.records.away),
-        **({"members": service.members_problem} if service.members_problem else {}),
+        **({"members": service.groups.members_problem} if service.groups.members_problem else {}),
         **({"tenants": _OLD_TENANTS} if service.tenants.file_problem else {}),
         "models": {
             model.name: any(link.ready for link in service.links_of(model.name)) for model in service.models
@@ -81,7 +81,7 @@ async def health(request: Request) -> Response:
                 "status": _status(service, link),
                 "running": link.state.running if link.state else 0,
                 "waiting": link.state.waiting if link.state else 0,
-                "events": service.events_status(link.index),
+                "events": service.groups.events_status(link.index),
             }
             for link in service.links
         ],
@@ -96,7 +96,7 @@ async def load(request: Request) -> Response:
     service = service_of(request)
     states = [link.state for link in service.links if link.ready and link.state is not None]
     running, waiting = sum(state.running for state in states), sum(state.waiting for state in states)
-    return JsonResponse({"server_load": service.live_count, "running": running, "waiting": waiting})
+    return JsonResponse({"server_load": len(service.live), "running": running, "waiting": waiting})
 
 
 @routes.head("/version", include_in_schema=False)

@@ -81,7 +81,7 @@ async def _events(service: RouterService, owner: str, reading: Reading, after: i
             pause = _PAUSES[0]
         if state_of(reading.record).is_over:
             return
-        if service.draining:
+        if service.live.draining:
             raise draining()
         await asyncio.sleep(pause)
         pause = min(1.5 * pause, longest)

@@ -24,6 +24,7 @@ from trunkline.router.membership.member import Member
 from trunkline.router.messages import State
 from trunkline.router.streams.adapters import OfferedAdapter, offered
 from trunkline.router.streams.link import ControllerLink, Standing
+from trunkline.router.streams.links import Links
 from trunkline.router.streams.weights_in_force import Said, WeightsInForce
 from trunkline.router.text.conversation_memory import ConversationMemory
 from trunkline.router.text.prompt_memory import PromptMemory
@@ -115,7 +116,7 @@ class ServedModels(Collection[ServedModel]):
         self._by_name = {name: model for model in reversed(self._models) for name in model.names}
         patterns = sorted(filter(is_pattern, self._by_name), key=len, reverse=True)
         self._by_beginning = [(name[:-1], self._by_name[name]) for name in patterns]
-        self.links: Iterable[ControllerLink] = ()
+        self.links = Links()
         """The connections to the groups, which say what adapters there are."""
         self._ids_are_told = bool(config.members)
         self._model_is_named = config.model_is_named

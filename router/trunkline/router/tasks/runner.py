@@ -89,7 +89,7 @@ class TaskRunner:
         while True:
             self._tasks.changed.clear()
             try:
-                if self._service.draining:
+                if self._service.live.draining:
                     self._stop_all()
                 elif any(link.ready for link in self._service.links):  # others may have engines
                     await self._look()

@@ -69,7 +69,7 @@ class Dashboard:
         self._timer = loop.call_later(SAMPLE_SECONDS, self._sample)
         groups = [Measured(link.state, link.ready, link.inflight) for link in service.links]
         now = loop.time()
-        values = self._sampler.sample(now, groups, service.live_count, service.dispatcher.waiting_count)
+        values = self._sampler.sample(now, groups, len(service.live), service.dispatcher.waiting_count)
         self._history.add(now, values)
 
     def history(self, seconds: float, after: float | None) -> dict[str, Any]:

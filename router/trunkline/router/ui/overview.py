@@ -16,9 +16,10 @@ import msgspec
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import State
 from trunkline.router.routing.decision_log import Logged
-from trunkline.router.service import LiveRequest, RouterService
+from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Generation
 from trunkline.router.streams.link import ControllerLink
+from trunkline.router.streams.live import LiveRequest
 from trunkline.router.telemetry.controller_metrics import saved_seconds
 
 REQUESTS_MAX: Final = 2000
@@ -41,8 +42,8 @@ def overview(service: RouterService) -> dict[str, Any]:
             "started": service.created,
             "routers": config.routers,
             "policy": config.policy,
-            "draining": service.draining,
-            "requests": service.live_count,
+            "draining": service.live.draining,
+            "requests": len(service.live),
             "waiting": service.dispatcher.waiting_count,
             "handovers": {
                 occasion: asdict(totals) for occasion, totals in service.metrics.routing.handovers.totals.items()
@@ -65,7 +66,7 @@ def group(service: RouterService, link: ControllerLink) -> dict[str, Any]:
         "status": "disconnected" if state is None else state.status,
         "detail": link.down_reason if state is None else link.problem or state.detail,
         "model": link.standing.model,
-        "events": service.events_status(link.index),
+        "events": service.groups.events_status(link.index),
         "inflight": link.inflight,
     }
     return known if state is None else known | _measures(state)
@@ -120,7 +121,7 @@ def wall_clock() -> float:
 def requests(service: RouterService) -> list[dict[str, Any]]:
     """Return the generations that run or wait, in the order of their arrival."""
     now = asyncio.get_running_loop().time()
-    live = list(service.generations.items())[:REQUESTS_MAX]
+    live = list(service.live.items())[:REQUESTS_MAX]
     return [_request(service, generation, about, now) for generation, about in live]
 
 
