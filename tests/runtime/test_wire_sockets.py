@@ -14,13 +14,14 @@ import zmq
 from deploy.waiting import wait_for
 from zmq.utils.monitor import parse_monitor_message
 
-from trunkline.runtime import wire_gate, wire_peer
+from trunkline.runtime import wire_gate
 from trunkline.runtime.wire_gate import MESSAGE_BYTES_MAX, SUBSCRIPTION_BYTES_MAX, Gate, connections_max
 from trunkline.runtime.wire_keys import Role, WireKeysError, generate, load, write
 from trunkline.runtime.wire_peer import HANDSHAKE_FAILED, WirePeer
 
 Context = zmq.Context[zmq.Socket[bytes]]
-HANDSHAKE_MS = 400
+HANDSHAKE_MS = 1000
+"""Longest time of a handshake where a test waits for the end of it; elsewhere it is the product's."""
 TRIES = 20
 ANY = "tcp://127.0.0.1:*"
 pytestmark = pytest.mark.processes
@@ -79,6 +80,10 @@ class Client:
         event = parse_monitor_message(self.monitor.recv_multipart())
         return "" if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED else self.peer.explain(event)
 
+    def enters(self) -> bool:
+        """Return whether it is let in, if not at the first try: handshakes may be late."""
+        return any(self.verdict() == "" for _ in range(TRIES))
+
     def says(self, text: str) -> bool:
         """Return whether the first verdict says so that is no bare end of the connection."""
         verdicts = (self.verdict() for _ in range(TRIES))
@@ -98,9 +103,16 @@ def keys(tmp_path: Path) -> str:
 
 @pytest.fixture
 def server(keys: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(wire_gate, "HANDSHAKE_MS", HANDSHAKE_MS)
-    monkeypatch.setattr(wire_peer, "HANDSHAKE_MS", HANDSHAKE_MS)
     monkeypatch.setattr(wire_gate, "_LOOK_SECONDS", 0.0)
+    server = Server(keys)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def hurried(keys: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A server that does not wait long for the end of a handshake."""
+    monkeypatch.setattr(wire_gate, "HANDSHAKE_MS", HANDSHAKE_MS)
     server = Server(keys)
     yield server
     server.close()
@@ -293,23 +305,23 @@ def garbage(seed: int) -> bytes:
 
 
 def test_garbage_is_closed_within_the_time_of_a_handshake(
-    server: Server, keys: str, connect: Connect, strangers: list[sockets.socket]
+    hurried: Server, keys: str, connect: Connect, strangers: list[sockets.socket]
 ) -> None:
-    friend = connect(WirePeer(keys), server.endpoint())
-    assert friend.verdict() == ""
+    friend = connect(WirePeer(keys), hurried.endpoint())
+    assert friend.enters()
     memory = _memory_bytes()
-    strangers += [sockets.create_connection(server.address) for _ in range(64)]
+    strangers += [sockets.create_connection(hurried.address) for _ in range(64)]
     for seed, stranger in enumerate(strangers):
         with contextlib.suppress(OSError):
             stranger.sendall(garbage(seed))
-    port = server.gate.ports[0]
+    port = hurried.gate.ports[0]
     wait_for(lambda: port.accepted >= 65)
     wait_for(lambda: port.connections == 1)
     assert _memory_bytes() - memory < 32 << 20
     friend.socket.send(b"unharmed")
-    assert server.hears(server.router, b"unharmed")
-    assert server.counts("refused") >= 8
-    assert len(server.gate.log.counts) < 10
+    assert hurried.hears(hurried.router, b"unharmed")
+    assert hurried.counts("refused") >= 8
+    assert len(hurried.gate.log.counts) < 10
 
 
 def _memory_bytes() -> int:
