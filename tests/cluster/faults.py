@@ -19,6 +19,12 @@ import pytest
 _SOURCE: Final = Path(__file__).with_name("fault_shim.c")
 _FIELDS: Final = struct.Struct("<4q")
 _ALTERED: Final = Path(__file__).with_name("altered.py")
+IMPATIENT: Final[dict[str, dict[str, Any]]] = {
+    "router": {"config": {}},
+    "controller": {"config": {"step_timeout_s": 5.0, "router_silence_seconds_max": 6.0}},
+}
+"""Changes for `launcher`: what hangs counts as lost sooner than at a user, and yet far later than a slow
+machine is late."""
 
 
 def launcher(folder: Path, changes: Mapping[str, Any]) -> tuple[str, str]:

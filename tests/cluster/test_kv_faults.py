@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster.faults import Network, launcher
+from cluster.faults import IMPATIENT, Network, launcher
 from cluster.harness import Cluster, soon, wait_for
 from cluster.kv_pair import OPTIONS, Pair, pulled, text_of
 
@@ -21,17 +21,13 @@ from trunkline.runtime.wire_keys import generate, write
 
 pytestmark = [pytest.mark.processes, pytest.mark.area("survival"), pytest.mark.timeout(300)]
 
-FAST: dict[str, dict[str, Any]] = {
-    "router": {"config": {"silence_seconds": 2.0}},
-    "controller": {"config": {"step_timeout_s": 2.0, "router_silence_seconds_max": 4.0}},
-}
 SLOW_BITS = 400_000
 """A tenth of a chunk takes a second."""
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    changes = launcher(tmp_path_factory.mktemp("kv-faults"), FAST)
+    changes = launcher(tmp_path_factory.mktemp("kv-faults"), IMPATIENT)
     with Cluster(*OPTIONS, launcher=changes) as cluster:
         yield Pair(cluster)
         print(cluster.log)
@@ -151,7 +147,7 @@ def apart(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     keys = folder / "keys"
     write(generate(), keys)
     changes: dict[str, dict[str, Any]] = {
-        role: {"config": {**FAST.get(role, {}).get("config", {}), "wire_keys": str(keys)}}
+        role: {"config": {**IMPATIENT.get(role, {}).get("config", {}), "wire_keys": str(keys)}}
         for role in ("router", "controller")
     }
     for group in range(2):

@@ -120,6 +120,26 @@ def test_silent_router_loses_its_requests(config: ControllerConfig, tmp_path: Pa
         other.close()
 
 
+def test_a_controller_that_stood_still_takes_no_router_for_silent(
+    config: ControllerConfig, tmp_path: Path
+) -> None:
+    """What routers have said meanwhile is read first."""
+    impatient = replace(config, router_silence_seconds_max=3.0)
+    with run_controller(impatient, tmp_path) as (controller, router):
+        ranks = start_ranks(impatient)
+        router.wait_state("ready")
+        ranks.answer = False
+        router.submit(1, [1, 2, 3], 80)
+        wait_for(lambda: ranks.steps_seen[0] > 0)
+        controller.send_signal(signal.SIGSTOP)
+        time.sleep(3.5)
+        router.send(Ping(0))
+        controller.send_signal(signal.SIGCONT)
+        ranks.answer = True
+        router.wait_finished(1)
+        assert router.finished[1] == ("length", "")
+
+
 def garbage_does_no_harm(router: Router) -> None:
     """Fields beyond the known ones are skipped, at any depth but this."""
     nested = b"\x93\xa5abort\x01" + b"\x91" * 200_000 + b"\x01"

@@ -228,9 +228,11 @@ class ControllerService:
             self._read_signals(ready)
         is_brief = self._read_workers(ready, now) and is_brief
         if not is_brief:
-            self._look_at_members(now)
+            self.group.reform(now)
+            self._try_start(now)
             if self.routers.socket in ready:
                 self._read_routers(now)
+            self._forget_silent_routers(now)
         if self._pending.events or not is_planned:
             self._step(now)
         self.events.turn(self.engine, now)
@@ -260,10 +262,9 @@ class ControllerService:
         for router, message in self.routers.receive(now):
             self._handle(router, message, now)
 
-    def _look_at_members(self, now: float) -> None:
-        """Begin or go on with workers if they are there, and give up routers that are gone."""
-        self.group.reform(now)
-        self._try_start(now)
+    def _forget_silent_routers(self, now: float) -> None:
+        """Give up routers that are gone. Call this once their messages are read: while this process itself was
+        stopped, these have waited."""
         for router in self.routers.silent(now, self.config.router_silence_seconds_max):
             self.routers.forget(router)
             self._leaving.wait.gone(router, len(self.routers.indices()), now)
@@ -476,8 +477,7 @@ class ControllerService:
         for call in calls:
             if call >> ROUTER_SHIFT == router:
                 self._cancel(call)
-        if mine:
-            log.warning("a router is gone; its requests were aborted", requests=len(mine))
+        (log.warning if mine else log.info)("a router is gone; its requests were aborted", requests=len(mine))
 
     def _cancel(self, call: int) -> None:
         self._pending.events.append(CallTexts(call, ModulesCall(call & NUMBER_MASK, "cancel")))
