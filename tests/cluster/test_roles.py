@@ -3,6 +3,7 @@ compared in float32."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from cluster.harness import Cluster, soon, wait_for
+from cluster.chaos import View
+from cluster.harness import Cluster, wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.area("survival")]
 
@@ -19,6 +21,8 @@ OPTIONS = ("--tp", "1", "--dtype", "float32", "--threads", "1", "--disk-tier", "
 ROLES = ("--groups", "2", "--role", "prefill,decode")
 TEXT = " ".join(f"Item {number} costs {number * 7 % 101} coins." for number in range(115))
 PROMPTS = 4
+NUMBERS = itertools.count()
+"""Of prompts that no group has yet: what the decode group has, it does not let the other one compute."""
 REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.9, "logprobs": 2, "presence_penalty": 0.4},
@@ -38,14 +42,14 @@ def answer(cluster: Cluster, body: dict[str, Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, Any]:
-    """The answers of one group that computes everything."""
+def alone() -> Iterator[Cluster]:
+    """One group that computes everything."""
     with Cluster("--groups", "1", *OPTIONS) as cluster:
-        of_kind = {str(more): answer(cluster, body_of(100, **more)) for more in REQUESTS}
-        return of_kind | {str(number): answer(cluster, body_of(number)) for number in range(PROMPTS)}
+        yield cluster
+        assert cluster.stop() == 0
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def parted() -> Iterator[Cluster]:
     with Cluster(*ROLES, *OPTIONS) as cluster:
         wait_for(lambda: roles_of(cluster) == ["prefill", "decode"], 60)
@@ -54,49 +58,59 @@ def parted() -> Iterator[Cluster]:
 
 
 def roles_of(cluster: Cluster) -> list[str]:
-    groups = httpx.get(f"{cluster.url}/health", timeout=10).json()["controllers"]
+    groups = httpx.get(f"{cluster.url}/health", timeout=60).json()["controllers"]
     return [group["role"] for group in groups if group["ready"]]
 
 
-def planned(cluster: Cluster, **labels: str) -> int:
-    return cluster.metric("planned_continuations_total", **labels)
+def went_on(cluster: Cluster) -> int:
+    return cluster.metric("planned_continuations_total", outcome="went_on")
 
 
 def tokens(cluster: Cluster, kind: str) -> list[int]:
     return [cluster.metric(f"controller_{kind}_tokens_total", controller=str(group)) for group in range(2)]
 
 
-def test_texts_are_those_of_one_group(parted: Cluster, expected: dict[str, Any]) -> None:
+def test_texts_are_those_of_one_group(parted: Cluster, alone: Cluster) -> None:
     """How many prompts are computed apart depends on measured times; of several at once some are."""
+    bodies = [body_of(next(NUMBERS)) for _ in range(PROMPTS)]
     with ThreadPoolExecutor(PROMPTS) as pool:
-        answers = list(pool.map(lambda number: answer(parted, body_of(number)), range(PROMPTS)))
-    assert answers == [expected[str(number)] for number in range(PROMPTS)]
-    for number in range(PROMPTS, 10 * PROMPTS):
-        if soon(lambda: planned(parted, outcome="went_on") > 0, 2):
-            break
-        answer(parted, body_of(number))
-    assert planned(parted, outcome="went_on") > 0
+        answers = list(pool.map(lambda body: answer(parted, body), bodies))
+    assert answers == [answer(alone, body) for body in bodies]
+    wait_for(lambda: went_on(parted) > 0 or not answer(parted, body_of(next(NUMBERS))), 60)
     wait_for(lambda: tokens(parted, "output")[1] >= 39 * PROMPTS, 10)
     assert tokens(parted, "output")[0] < 39, "it computes first tokens, and those of probes"
     assert tokens(parted, "cached")[1] > 600, "most of a prompt's KV came from the prefill group"
+    number = next(NUMBERS)
     for more in REQUESTS:
-        assert answer(parted, body_of(100, **more)) == expected[str(more)], more
+        assert answer(parted, body_of(number, **more)) == answer(alone, body_of(number, **more)), more
 
 
 @pytest.mark.parametrize("killed", ["prefill", "decode"])
 @pytest.mark.parametrize("when", ["while the prompt is computed", "later"])
-def test_either_group_is_killed(parted: Cluster, expected: dict[str, Any], killed: str, when: str) -> None:
+def test_either_group_is_killed(parted: Cluster, alone: Cluster, killed: str, when: str) -> None:
     """Requests go on at the other group, with the same texts; a group that comes back has its role again."""
-    controllers = sorted(name for name in parted.pids if name.startswith("controller"))
-    doomed = controllers[0 if killed == "prefill" else 1]
-    with ThreadPoolExecutor(PROMPTS) as pool:
-        asked = [pool.submit(answer, parted, body_of(number)) for number in range(PROMPTS)]
-        if when == "later":
-            wait_for(lambda: planned(parted, outcome="went_on") > 0, 60)
-        else:
-            wait_for(lambda: parted.metric("controller_requests_running", controller="0") > 0, 30)
-        os.kill(parted.pids[doomed], signal.SIGKILL)
-        answers = [each.result() for each in asked]
-    assert answers == [expected[str(number)] for number in range(PROMPTS)]
+    view, name = View(parted), "controller-0" if killed == "prefill" else "controller-1"
+    victim = view.pid(name)
+
+    def is_killed() -> bool:
+        """Ask until a prompt is computed apart, and kill then: again if all were quicker computed at one place."""
+        bodies, before = [body_of(next(NUMBERS)) for _ in range(PROMPTS)], went_on(parted)
+
+        def is_time() -> bool:
+            if when == "later":
+                return went_on(parted) > before
+            return parted.metric("controller_inflight", controller="0") > 0
+
+        with ThreadPoolExecutor(PROMPTS) as pool:
+            asked = [pool.submit(answer, parted, body) for body in bodies]
+            wait_for(lambda: is_time() or all(each.done() for each in asked), 60)
+            if has_come := is_time():
+                os.kill(victim, signal.SIGKILL)
+            answers = [each.result() for each in asked]
+        assert answers == [answer(alone, body) for body in bodies]
+        return has_come
+
+    wait_for(is_killed, 60)
+    wait_for(lambda: view.pid(name) not in (0, victim), 60)
     wait_for(lambda: sorted(roles_of(parted)) == ["decode", "prefill"], 60)
     wait_for(parted.is_idle, 20)
