@@ -109,7 +109,7 @@ endif
 test-all: $(STAMP) ## The rest: sanitizers, wheels, sites, browsers, charts, ssh, long runs; AREAS=...: some areas
 	$(call native,$(or $(AREAS),all))
 	$(PYTEST) --areas $(or $(AREAS),all) -m "area and not soak" || [ $$? -eq 5 ]
-	@if [ "$(or $(AREAS),all)" = all ]; then set -x; $(BIN)/python -m pytest -q -m soak; fi
+	@if [ "$(or $(AREAS),all)" = all ]; then set -x; $(BIN)/python -m pytest -q --areas all -m soak; fi
 
 format: $(STAMP) ## Rewrite the sources in the house format
 	$(BIN)/ruff check --fix .

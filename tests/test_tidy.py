@@ -266,3 +266,10 @@ def test_router_and_controller_run_without_torch_and_kernels(role: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_make_runs_the_long_tests_of_areas_too() -> None:
+    """Without named files `pytest` leaves out all areas, which most long tests of clusters are in."""
+    commands = re.findall(r"python -m pytest\b[^;\n]* -m soak\b", (ROOT / "Makefile").read_text())
+    assert len(commands) == 1
+    assert "--areas all" in commands[0]
