@@ -7,7 +7,15 @@ from statistics import fmean, median
 
 import pytest
 
+from trunkline.controller.engine.engine import Engine
+from trunkline.controller.engine.events import Event
+from trunkline.controller.engine_config import EngineConfig
+from trunkline.controller.messages import Submit
+from trunkline.controller.reports import StepResult
+from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.tiers.costs import DECODE_STEPS_PER_OBSERVATION, PRIOR_US, StepCosts, prefill_budget
+from trunkline.kvstore.chunks import pack_int32
+from trunkline.worker.messages import Sampling
 
 LEAST = 64
 MOST = 1024
@@ -195,3 +203,16 @@ def test_one_of_several_decode_steps_is_learnt_from() -> None:
     for step in range(DECODE_STEPS_PER_OBSERVATION, 4000):
         costs.observe_decode(step, rows=4, elapsed_us=1000.0 * rng.lognormvariate(0.0, 0.15))
     assert costs.step_us(4, 0) == pytest.approx(1000.0, rel=0.12)
+
+
+def test_the_time_that_steps_wait_for_copies_is_no_time_of_theirs() -> None:
+    def learned(waited_us: int) -> float:
+        engine = Engine(EngineConfig(num_blocks=16, chunk_size=16, max_context=96, token_budget=24, max_rows=8))
+        events: list[Event] = [Request.of(1, Submit(1, pack_int32([1, 2, 3]), 3, 60, Sampling()))]
+        for number in range(1, 20):
+            while engine.step(events, 0.0).again:
+                events = []
+            events = [StepResult(number, 1, pack_int32([7]), 1000 + waited_us, waited_us=waited_us)]
+        return engine.scheduler.costs.step_us(1, 0)
+
+    assert learned(1) == learned(20_000) == pytest.approx(1000.0, rel=0.2)

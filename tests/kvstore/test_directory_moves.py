@@ -82,6 +82,16 @@ def test_many_chunks_do_not_wait_for_a_pause() -> None:
         assert len(moves) == (count in (3, 4, 5)), "an eighth may wait"
 
 
+def test_what_a_probe_finds_in_a_tier_is_not_written_there() -> None:
+    bench = Bench(8, 0, remote=True, write_behind=True)
+    path = bench.path("a", 3)
+    assert bench.save(*path)
+    bench.directory.add_remote(path[1])
+    moves = bench.orders()
+    assert [move.chunk for move in moves if move.is_write] == [path[0], path[2]]
+    bench.end(moves)
+
+
 def test_orders_are_bounded_and_reads_come_first() -> None:
     bench = Bench(16, 32, write_behind=True, reads_in_flight=3, writes_in_flight=2)
     dirty, cold = bench.path("d", 6), bench.path("c", 6)

@@ -16,6 +16,7 @@ import pytest
 from router.harness import RunningRouter, running, wait_until
 from seeds import seeds
 
+from trunkline.router.http.connections import BoundedProtocol
 from trunkline.router.server import connections_max
 from trunkline.router.text.tokenizer import Tokenizer
 
@@ -169,6 +170,21 @@ def test_pipelined_requests_are_answered_in_turn(tight: RunningRouter) -> None:
     answer = said(tight, WHOLE + b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" + LAST, quiet_s=60.0)
     assert answer.count(b"HTTP/1.1 200 OK") == 3
     assert answer.index(b"text_completion") < answer.index(b'"version"') < answer.rindex(b"text_completion")
+
+
+def test_connections_keep_no_requests_that_are_answered(tight: RunningRouter) -> None:
+    """Each of these rounds has one request that another one is behind."""
+    with connect(tight) as connection:
+        connection.settimeout(60.0)
+        port, answer = connection.getsockname()[1], b""
+        for round_ in range(1, 5):
+            connection.sendall(2 * WHOLE)
+            while answer.count(b"text_completion") < 2 * round_:
+                answer += connection.recv(65536)
+            connections = tuple(tight._server.server_state.connections)
+            (protocol,) = (one for one in connections if one.transport.get_extra_info("peername")[1] == port)
+            assert isinstance(protocol, BoundedProtocol)
+            assert len(protocol._earlier or ()) == 1
 
 
 def test_who_leaves_behind_a_pipelined_request_takes_no_tokens_of_others(
