@@ -219,14 +219,18 @@ def test_tokens_overdraw_and_are_paid(seed: int) -> None:
                 return
             prompt, output = rng.randrange(2000), rng.randrange(500)
             try:
-                meter.charge_prompt(prompt)
+                meter.check_prompt()
             except ApiError:
                 return
             finally:
                 meter.close()
-            used += prompt
+            meter.charge_prompt(prompt)
             await asyncio.sleep(rng.uniform(0, 2))
-            meter.charge_output(output)
+            if rng.random() < 0.2:
+                meter.charge(-prompt)  # controllers have refused it
+                return
+            used += prompt
+            meter.charge(output)
             used += output
 
         async with asyncio.TaskGroup() as group:

@@ -28,6 +28,7 @@ from router.harness import (
 )
 from router.process_calls import router_process
 
+from trunkline.router.messages import FinishReason
 from trunkline.router.tenancy.auth import hash_key
 from trunkline.router.text.tokenizer import Tokenizer
 
@@ -229,3 +230,33 @@ def test_a_signal_has_the_file_read(place: Path, tokenizer: Tokenizer) -> None:
             assert process.poll() is None
     finally:
         fake.stop()
+
+
+def test_a_prompt_that_no_controller_computes_costs_nothing(place: Path, tokenizer: Tokenizer) -> None:
+    with limited(place, tokenizer, {"default": {"tokens_per_minute": 1000}}) as (router, fake, http):
+        book = router.service.tenants._book
+        book.clock = lambda now=book.clock(): now  # type: ignore[misc]  # nothing flows in
+
+        def left(answer: httpx.Response) -> int:
+            return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+        first = ask(http)
+        usage = left(ask(http, key="other")) - left(ask(http, key="other"))
+        assert usage == first.json()["usage"]["total_tokens"]
+        [link] = router.service.links
+        link._send = lambda message: False  # type: ignore[method-assign]
+        answer = ask(http)
+        assert answer.status_code == 503
+        assert left(answer) == 1000 - usage
+        del link._send
+        for reason, status in ((FinishReason.ENGINE_FAILED, 503), (FinishReason.QUEUE_FULL, 429)):
+            fake.behaviour.refuse = reason
+            for stream in (False, True):
+                router.forgive()
+                assert ask(http, stream=stream).status_code == status
+        fake.behaviour.refuse = None
+        router.forgive()
+        fake.behaviour.fail_after = 2
+        assert "engine_failed" in ask(http, stream=True).text  # two tokens were computed: the prompt is paid
+        spent = 1000 - usage - left(ask(http, max_tokens=0))
+        assert first.json()["usage"]["prompt_tokens"] < spent < usage

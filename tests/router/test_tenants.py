@@ -199,7 +199,7 @@ def test_a_book_admits_what_the_limits_allow(seed: int) -> None:
             model.advance(now)
             tokens = rng.randint(1, 400)
             if rng.random() < 0.7:
-                admission.charge_output(tokens)
+                admission.charge(tokens)
                 model.spend("tokens_per_minute", tokens)
             admission.close()
             admission.close()
@@ -218,7 +218,7 @@ def test_who_waits_as_long_as_told_is_admitted(limit: str) -> None:
     book = Book(TenantRules(TenantLimits(**{limit: 7})))
     for _ in range(7):
         admission = book.at(0.0).admit("a")
-        admission.charge_output(1)
+        admission.charge(1)
         admission.close()
     error = refusal(book, "a", 0.0)
     assert error.details == {"limit": limit}
@@ -234,17 +234,31 @@ def test_tokens_may_be_overdrawn_by_what_runs_only() -> None:
     first, second, third = (book.at(0.0).admit("a") for _ in range(3))
     first.charge_prompt(5000)  # longer than the limit: it runs all the same
     first.charge_prompt(5000)  # of several prompts the first decides
+    first.check_prompt()
     with pytest.raises(ApiError) as caught:
-        second.charge_prompt(1)
+        second.check_prompt()
     assert caught.value.details == {"limit": "tokens_per_minute"}
     assert caught.value.retry_after == 5941  # (1 + 9,900) tokens at 100 a minute
     second.close()
-    first.charge_output(100)
+    first.charge(100)
     first.close()
     refusal(book, "a", 5999.0)
     book.at(6001.0)
+    third.check_prompt()
     third.charge_prompt(1)
     book.at(6002.0).admit("a")
+
+
+def test_what_is_given_back_never_overfills_a_bucket() -> None:
+    book = Book(TenantRules(TenantLimits(tokens_per_minute=100)))
+    admission = book.at(0.0).admit("a")
+    admission.charge_prompt(30)
+    admission.charge(-30)
+    assert admission.headers()["x-ratelimit-remaining-tokens"] == "100"
+    admission.charge_prompt(30)
+    book.at(60.0)
+    admission.charge(-30)  # it has flowed in meanwhile
+    assert admission.headers()["x-ratelimit-remaining-tokens"] == "100"
 
 
 def test_idle_tenants_are_forgotten() -> None:
@@ -285,7 +299,7 @@ def test_routers_share_every_limit_equally() -> None:
     for admission in held:
         admission.close()
     assert refusal(book, "a", 0.0).details == {"limit": "requests_per_minute"}
-    book.at(20.0).admit("a").charge_output(1)
+    book.at(20.0).admit("a").charge(1)
     assert refusal(book, "a", 139.0).details == {"limit": "tokens_per_minute"}  # one in two minutes
     book.at(140.0).admit("a")
 
@@ -328,7 +342,7 @@ def test_what_is_left() -> None:
         "x-ratelimit-remaining-tokens": "450",
         "x-ratelimit-reset-tokens": "15s",
     }
-    admission.charge_output(900)
+    admission.charge(900)
     assert admission.headers()["x-ratelimit-remaining-tokens"] == "0"
     assert Book(TenantRules()).admit("a").headers() == {}
 

@@ -237,9 +237,10 @@ class RouterService:
         meter, record = current_meter(), current_record()
         if record is not None:
             record.model = self.model_name
-        meter.charge_prompt(job.seen_tokens)
+        meter.check_prompt()
         route = self._route_of(job)
         stream = self.dispatcher.submit(job, route)
+        meter.charge_prompt(job.seen_tokens)
         if job.modules is not None:
             self._count_modules(job, job.modules, self.dispatcher.link_of(stream))
         generation = Generation(
@@ -312,7 +313,7 @@ class RouterService:
             link.tell(lambda ticket: Prefetch(ticket, b"", job.salt, layout=hint))
 
     def _forget(self, generation: Generation, meter: Meter, record: RequestRecord | None) -> None:
-        meter.charge_output(generation.output_tokens)
+        meter.charge(-generation.job.seen_tokens if generation.failed_early else generation.output_tokens)
         self.metrics.phases.ended(generation, meter.tenant)
         if record is not None:
             record.add(generation)

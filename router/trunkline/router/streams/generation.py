@@ -38,6 +38,8 @@ the HTTP status, but proxies give up on connections that stay without headers.""
 CLIENT_LEFT: Final = "client_left"
 OUTCOMES: Final[dict[str, str]] = {FinishReason.ABORT: "aborted", FinishReason.ENGINE_FAILED: "failed"}
 """Names in metrics and logs of some reasons for an end. All other reasons appear there under their own names."""
+_OTHER_ENDS: Final = ("stop", "length", CLIENT_LEFT, TIMED_OUT)
+"""Outcomes that are no errors of controllers."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -294,6 +296,11 @@ class Generation:
     def output_tokens(self) -> int:
         """Output tokens so far, over all samples."""
         return self._choices.output_tokens
+
+    @property
+    def failed_early(self) -> bool:
+        """Whether it ended with an error of the controllers' before its first token."""
+        return self.first_token_at is None and self.outcome not in _OTHER_ENDS
 
     @property
     def decode_s(self) -> float:

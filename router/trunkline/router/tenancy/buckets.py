@@ -37,8 +37,8 @@ class Bucket:
         return self._level
 
     def take(self, amount: float, now: float) -> None:
-        """Take `amount`, even if the bucket holds less."""
-        self._level = self.level(now) - amount
+        """Take `amount`, even if the bucket holds less; less than 0: put it back, as far as there is room."""
+        self._level = min(self._capacity, self.level(now) - amount)
 
     def wait_s(self, amount: float, now: float) -> float:
         """Return the seconds until `amount`, which is not more than the capacity, is in the bucket."""
@@ -97,7 +97,7 @@ class ReservedBucket:
         return min(self.capacity, self._rest + self.held + flowed)
 
     def take(self, amount: float, now: float) -> None:
-        """Take `amount`, even if less is reserved."""
+        """Take `amount`, even if less is reserved; less than 0: put it back."""
         if self._alone is not None:
             self._alone.take(amount, now)
         else:

@@ -65,6 +65,7 @@ class Use(msgspec.Struct, frozen=True):
     requests: float
     """Requests since its last settlement."""
     tokens: float
+    """Likewise; less than 0: more were given back than used."""
     running: int
     """Requests that run now."""
     is_active: bool = True
@@ -98,8 +99,8 @@ def settled(ledger: Ledger, router: str, use: Use, limits: TenantLimits, time: f
     passed = time - ledger.time
     requests = _flowed(ledger.requests, limits.requests_per_minute, passed)
     requests += sum(share.requests for share in ended) + max(0.0, use.requests - lost_requests)
-    tokens = _flowed(ledger.tokens, limits.tokens_per_minute, passed)
-    tokens += sum(share.tokens for share in ended) + max(0.0, use.tokens - lost_tokens)
+    tokens = _flowed(ledger.tokens, limits.tokens_per_minute, passed) + sum(share.tokens for share in ended)
+    tokens = max(0.0, tokens + max(use.tokens - lost_tokens, min(use.tokens, 0.0)))
     if use.is_active or use.running:
         others[router] = _share(use, limits, requests, tokens, others, time + LEASE_S)
     return Ledger(time, _later(ledger.wall, wall), requests, tokens, others)

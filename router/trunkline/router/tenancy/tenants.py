@@ -1,15 +1,16 @@
 """The limits of tenants: how many requests and tokens each may use, counted in token buckets.
 
-    headers ─► Authenticator ─► tenant ─► TenantBook.admit ─► Meter ─► charge_prompt, charge_output, close
+    headers ─► Authenticator ─► tenant ─► TenantBook.admit ─► Meter ─► charge_prompt, charge, close
                (auth.py)                       └─ 429, with the limit, and the seconds until a request would pass
 
 The router uses `Tenants`, which follows the file of rules. All else does no I/O; it gets the clock from outside.
 `AccessMiddleware` admits a request and makes its `Meter` the current one.
 
 To be admitted, a request needs a place among the tenant's running requests, a unit of its bucket of requests, and
-a bucket of tokens that is not empty. Its prompt is charged once its length is known, its output when it ends. So
-running requests may overdraw a bucket of tokens; then no request is admitted until it has filled again. That way
-no work is thrown away because its length was not known before, and over minutes the rate holds exactly.
+a bucket of tokens that is not empty. Its prompt is charged when it is sent to a controller (and given back if the
+answer is an error of the controllers' without a token), its output when it ends. So running requests may overdraw a
+bucket of tokens; then no request is admitted until it has filled again. That way no work is thrown away because its
+length was not known before, and over minutes the rate holds exactly.
 
 The limits hold for all routers together: what a router grants, it has reserved in the tenant's ledger in the
 record store (`shared_limits.py`). A router that has a store of its own counts in its memory.
@@ -122,23 +123,25 @@ class Meter:
             return wanted or 0
         return own if wanted is None else max(wanted, own)
 
-    def charge_prompt(self, tokens: int) -> None:
-        """Charge a prompt before it is sent to a controller. Only the first of several prompts can be refused.
+    def check_prompt(self) -> None:
+        """Check, before a prompt is sent to a controller, whether there is anything to charge it to. Only the first
+        of several prompts can be refused.
 
         Raises:
             ApiError: 429, other requests have emptied the bucket since this one was admitted.
         """
         bucket = self._tenant.minute_tokens
-        if bucket is not None:
-            now = self._book.clock()
-            if not self._charged and (wait_s := bucket.wait_s(1, now)):
-                raise _over_rate("tokens", self._tenant.limits.tokens_per_minute, wait_s)
-            bucket.take(tokens, now)
-            self._book.touch(self._tenant)
-        self._charged = True
+        if bucket is not None and not self._charged and (wait_s := bucket.wait_s(1, self._book.clock())):
+            raise _over_rate("tokens", self._tenant.limits.tokens_per_minute, wait_s)
 
-    def charge_output(self, tokens: int) -> None:
-        """Charge the tokens of an answer or of a part of it. May be called after `close`."""
+    def charge_prompt(self, tokens: int) -> None:
+        """Charge a prompt that was sent to a controller."""
+        self._charged = True
+        self.charge(tokens)
+
+    def charge(self, tokens: int) -> None:
+        """Charge the tokens of an answer or of a part of it; less than 0: give tokens back. May be called after
+        `close`."""
         if self._tenant.minute_tokens is not None:
             self._tenant.minute_tokens.take(tokens, self._book.clock())
             self._book.touch(self._tenant)
