@@ -67,7 +67,7 @@ class Traced:
     def spans(self, timeline: RequestTimeline) -> dict[str, Span]:
         """By name."""
         assert self.ids is not None
-        return {span.name: span for span in spans_of(timeline, self.ids, 3, self.simulation.now)}
+        return {span.name: span for span in spans_of(timeline, self.ids, "a:1", self.simulation.now)}
 
 
 def test_a_request_from_its_coming_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from router.fake_controller import FakeController, prompt_of
 from router.harness import ANSWER, EOS, MESSAGES, RunningRouter, asking, make_answer, running, wait_until
+from runtime.kept_spans import KeptSpans
 from seeds import seeds
 
 from trunkline.controller.messages import Submit, WentOn
@@ -24,6 +25,7 @@ from trunkline.controller.sequences.beam_search import sample_seed
 from trunkline.router.messages import Finished, FinishReason
 from trunkline.router.routing.request import Decision, Left, RouteRequest
 from trunkline.router.text.tokenizer import Tokenizer
+from trunkline.runtime.tracing import Tracer
 
 pytestmark = pytest.mark.processes
 
@@ -439,6 +441,34 @@ def test_a_session_by_header_stays_where_it_was(place: Path, tokenizer: Tokenize
             assert refused.status_code == 400
             assert f"1 to 128 characters, not {len(bad)}" in refused.text
             assert "header X-Session-ID" in refused.text
+
+
+def test_spans_name_the_group(place: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = KeptSpans()
+    monkeypatch.setattr("trunkline.router.app.start_tracing", lambda *args: Tracer(kept))
+    with cluster(place, tokenizer, 2) as (_, _, http):
+        assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+    groups = {
+        span.name: span.attributes["trunkline.group"] for span in kept.spans if span.name in ("route", "dispatch")
+    }
+    assert len(groups) == 2
+    assert set(groups.values()) <= {"0", "1"}, "as in logs and metrics"
+
+
+def test_a_label_is_the_same_in_header_and_body(place: Path, tokenizer: Tokenizer) -> None:
+    with cluster(place, tokenizer, 1) as (router, _, http):
+
+        def label(**headers: bytes) -> str:
+            body = CHAT if headers else CHAT | {"session_id": "Gespräch 1"}
+            answer = http.post(
+                "/v1/chat/completions", json=body, headers={k.encode(): v for k, v in headers.items()}
+            )
+            assert answer.status_code == 200
+            return next(router.service.dispatcher.core.log.newest()).origin.session
+
+        assert label() == "Gespräch 1"
+        assert label(**{"X-Session-ID": "Gespräch 1".encode()}) == "Gespräch 1"
+        assert label(**{"X-Session-ID": "Gespräch 1".encode("latin-1")}) == "Gespräch 1"
 
 
 def test_a_stream_that_meets_full_queues_does_not_wait_for_ever(place: Path, tokenizer: Tokenizer) -> None:

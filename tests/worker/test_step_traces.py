@@ -22,7 +22,7 @@ def plan(step: int, *, traces: bytes | None = None, leaves: tuple[int, ...] = ()
 
 def test_parts_of_prompts_and_what_came_after() -> None:
     kept = KeptSpans()
-    traces = StepTraces(Tracer(kept), 1, 0, 9)
+    traces = StepTraces(Tracer(kept), 1, "0", 9)
     traces.step(plan(1, traces=part(5, 64)), 10.0, 11.0)
     traces.step(plan(2, traces=part(5, 30) + part(6, 8)), 11.5, 12.0)
     for step in range(3, 7):
@@ -32,7 +32,7 @@ def test_parts_of_prompts_and_what_came_after() -> None:
     assert [span.name for span in kept.spans] == ["forward", "forward", "forward", "decode_steps"]
     assert (first.start, first.end, first.parent) == (10.0, 11.0, b"\5" * 8)
     assert first.attributes == {
-        "trunkline.group": 0,
+        "trunkline.group": "0",
         "trunkline.rank": 1,
         "trunkline.epoch": 9,
         "trunkline.step": 1,
@@ -53,14 +53,14 @@ def test_parts_of_prompts_and_what_came_after() -> None:
 
 def test_a_prompt_without_a_step_behind_it_has_no_decoding() -> None:
     kept = KeptSpans()
-    traces = StepTraces(Tracer(kept), 0, 0, 9)
+    traces = StepTraces(Tracer(kept), 0, "0", 9)
     traces.step(plan(1, traces=part(5, 64)), 1.0, 2.0)
     traces.close()
     assert [span.name for span in kept.spans] == ["forward"]
 
 
 def test_nothing_is_kept_where_nobody_listens() -> None:
-    traces = StepTraces(OFF, 0, 0, 9)
+    traces = StepTraces(OFF, 0, "0", 9)
     traces.step(plan(1, traces=part(5, 64)), 1.0, 2.0)
     assert not traces._decoding
     traces.close()

@@ -245,7 +245,7 @@ def _serve_epoch(
         if config.rank == 0:
             tiers.try_remote()
         tracer = start_tracing(config.otlp_endpoint, "worker", f"{config.group}/rank-{config.rank}")
-        traces = StepTraces(tracer, config.rank, config.group_label, config.epoch)
+        traces = StepTraces(tracer, config.rank, str(config.group_label), config.epoch)
         try:
             with torch.inference_mode():  # once: `in_inference_mode`
                 return _loop(config, link, watchdog, runner, tiers, traces)

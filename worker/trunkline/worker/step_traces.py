@@ -27,7 +27,7 @@ class _Decoding:
 class StepTraces:
     """Makes the spans of one rank. Times are in seconds of the monotonic clock."""
 
-    def __init__(self, tracer: Tracer, rank: int, group: str | int, epoch: int) -> None:
+    def __init__(self, tracer: Tracer, rank: int, group: str, epoch: int) -> None:
         self._tracer = tracer
         self.is_on = tracer.is_on
         """Whether spans are kept; if not, `step` need not be called."""

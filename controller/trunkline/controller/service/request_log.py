@@ -41,7 +41,8 @@ def draw_ids(packed: bytes) -> TraceIds | None:
 class RequestLog:
     """Logs the requests that end and the tiers that fail; emits the spans of traced requests."""
 
-    def __init__(self, tracer: Tracer, group: int) -> None:
+    def __init__(self, tracer: Tracer, group: str) -> None:
+        """`group`: the group's name."""
         self._tracer = tracer
         self._group = group
         self._tier_problems: dict[TierKind, str] = {}
@@ -100,7 +101,7 @@ class RequestLog:
         )
 
 
-def spans_of(timeline: RequestTimeline, ids: TraceIds, group: int, now: float) -> Iterable[Span]:
+def spans_of(timeline: RequestTimeline, ids: TraceIds, group: str, now: float) -> Iterable[Span]:
     """Return the spans of a request that ends now. Phases that it did not reach have no span."""
     reason = str(timeline.reason)
     is_failure = timeline.reason not in _REGULAR

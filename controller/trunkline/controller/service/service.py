@@ -112,9 +112,8 @@ class ControllerService:
         self._deadlines = Deadlines()
         self.status = Status.STARTING
         self.detail = ""
-        self._request_log = RequestLog(
-            start_tracing(config.otlp_endpoint, "controller", f"controller-{config.group}"), config.group
-        )
+        tracer = start_tracing(config.otlp_endpoint, "controller", f"controller-{config.group}")
+        self._request_log = RequestLog(tracer, config.member or str(config.group))
         self._wake_ups = WakeUps()
 
     def run(self) -> int:

@@ -10,6 +10,15 @@ from starlette.datastructures import Headers
 _HEADERS: Final = "trunkline.headers"
 
 
+def text_of(value: bytes) -> str:
+    """Return a header's text: UTF-8, as bodies have it, so that a name is the same in both; or else Latin-1, as in
+    old clients."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
 class RequestHeaders(Headers):
     """Headers of a request. Of several with one name the first counts, as in Starlette's."""
 
@@ -23,7 +32,7 @@ class RequestHeaders(Headers):
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a header; `default`: the request does not have it."""
         value = self._first.get(key.lower().encode("latin-1"))
-        return default if value is None else value.decode("latin-1")
+        return default if value is None else text_of(value)
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and key.lower().encode("latin-1") in self._first

@@ -409,7 +409,7 @@ class Attempt:
         context = b""
         if record.trace is not None:
             known = sum(map(len, self.routed.stream.outputs))
-            self._trace = record.trace.attempt(self.link.index, self.sample, self.routed.lost, known)
+            self._trace = record.trace.attempt(self.link.name, self.sample, self.routed.lost, known)
             context = self._trace.context.pack()
         return msgspec.structs.replace(submit, request_id=record.id, trace=context)
 

@@ -115,7 +115,8 @@ class AttemptTrace:
     context: SpanContext
     """Context of the span, sent to the controller with the request."""
     start: float
-    group: int
+    group: str
+    """Name of the group."""
     sample: int
     """Index of the sample that the attempt computes; -1: all samples."""
     continues: list[SpanContext]
@@ -155,7 +156,7 @@ class RequestTrace:
             self._child("route", start, {"trunkline.reason": why})
             return
         attributes: dict[str, Value] = {
-            "trunkline.group": decision.controller,
+            "trunkline.group": decision.name,
             "trunkline.reason": decision.reason,
             "trunkline.matched_tokens": decision.cached_tokens,
             "trunkline.new_tokens": decision.new_tokens,
@@ -166,10 +167,11 @@ class RequestTrace:
             attributes["trunkline.candidates"] = len(weighed.candidates)
         self._child("route", start, attributes)
 
-    def attempt(self, group: int, sample: int, continues: list[SpanContext], output_tokens: int) -> AttemptTrace:
+    def attempt(self, group: str, sample: int, continues: list[SpanContext], output_tokens: int) -> AttemptTrace:
         """Begin the span of an attempt.
 
         Args:
+            group: the group's name.
             continues: lost attempts whose work this one continues.
             output_tokens: tokens of the request that have arrived before.
         """
