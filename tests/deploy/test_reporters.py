@@ -159,3 +159,10 @@ def test_lines_below_the_level_are_left_out(level: str, count: int) -> None:
     for name in ("debug", "info", "error"):
         shown.output("router", record(name, "e"))
     assert len(records(out)) == 1 + count
+
+
+def test_a_level_that_is_not_known_is_shown() -> None:
+    shown, out = json_reporter("error")
+    shown.output("router", record("notice", "e"))
+    shown.output("router", json.dumps({"event": "e"}))  # no level: info
+    assert [line["level"] for line in records(out)[1:]] == ["notice"]

@@ -80,9 +80,9 @@ class TerminalReporter:
         if record is None:
             self._console.print(Text(f"{name:<10} {line}"), soft_wrap=True)
             return
-        level = str(record.get("level", "info"))
-        if logging.getLevelNamesMapping().get(level.upper(), logging.ERROR) >= self._level:
-            text = Text(f"{name:<10} {format_record(record)}", style=_STYLES.get(level, ""))
+        if level_of(record) >= self._level:
+            style = _STYLES.get(str(record.get("level", "info")), "")
+            text = Text(f"{name:<10} {format_record(record)}", style=style)
             self._console.print(text, soft_wrap=True)  # a search in a log file finds whole lines
 
     def say(self, text: str, level: str) -> None:
@@ -209,7 +209,7 @@ class JsonReporter:
         record = parse_log_line(line)
         if record is None:
             self._write("warning", "output", process=name, text=line)
-        elif logging.getLevelNamesMapping().get(str(record.get("level", "")).upper(), 0) >= self._level:
+        elif level_of(record) >= self._level:
             self._line({**record, "process": name})
 
     def say(self, text: str, level: str) -> None:
@@ -253,6 +253,11 @@ def parse_log_line(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) and "event" in record else None
+
+
+def level_of(record: Mapping[str, Any]) -> int:
+    """Return the level of a log record. One that is not known, a library's perhaps, is shown as errors are."""
+    return logging.getLevelNamesMapping().get(str(record.get("level", "info")).upper(), logging.ERROR)
 
 
 def last_words(lines: Iterable[str]) -> str:

@@ -8,9 +8,9 @@ The router uses `Tenants`, which follows the file of rules. All else does no I/O
 
 To be admitted, a request needs a place among the tenant's running requests, a unit of its bucket of requests, and
 a bucket of tokens that is not empty. Its prompt is charged when it is sent to a controller (and given back if the
-answer is an error of the controllers' without a token), its output when it ends. So running requests may overdraw a
-bucket of tokens; then no request is admitted until it has filled again. That way no work is thrown away because its
-length was not known before, and over minutes the rate holds exactly.
+answer is an error of the controllers' without a token), its output when it ends. So running requests may overdraw
+a bucket of tokens; then no request is admitted until it has filled again. That way no work is thrown away because
+its length was not known before, and over minutes the rate holds exactly.
 
 The limits hold for all routers together: what a router grants, it has reserved in the tenant's ledger in the
 record store (`shared_limits.py`). A router that has a store of its own counts in its memory.
@@ -124,8 +124,8 @@ class Meter:
         return own if wanted is None else max(wanted, own)
 
     def check_prompt(self) -> None:
-        """Check, before a prompt is sent to a controller, whether there is anything to charge it to. Only the first
-        of several prompts can be refused.
+        """Check whether there is anything to charge a prompt to, before it is sent to a controller. Only the
+        first of several prompts can be refused.
 
         Raises:
             ApiError: 429, other requests have emptied the bucket since this one was admitted.
