@@ -78,6 +78,28 @@ def test_a_lost_message_fails_the_streams_and_only_them(
     wait_until(lambda: len(fake.behaviour.aborts) == 1)  # it was told to stop
 
 
+def test_a_lost_connection_fails_its_streams_whatever_else_fails(
+    router: RunningRouter, http: httpx.Client, fake: FakeController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [link] = router.service.links
+    fake.behaviour.hold = True
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(http.post, "/v1/chat/completions", json=CHAT)
+        wait_until(lambda: link.inflight == 1)
+
+        async def lose() -> None:
+            with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+                patch.setattr(link, "on_change", lambda _: 1 // 0)
+                link.lost("it was")
+
+        router.call(lose())
+        lost = answer.result(30)
+    assert (lost.status_code, lost.json()["error"]["code"]) == (503, "engine_failed")
+    fake.behaviour.hold = False
+    wait_until(lambda: router.ready == 1)
+    assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("hold", [False, True])
 def test_a_client_that_leaves_aborts_its_request(

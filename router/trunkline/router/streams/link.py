@@ -19,6 +19,7 @@ import functools
 import itertools
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -339,12 +340,11 @@ class ControllerLink:
             socket.close(linger_ms=200)
         self.state = None
         self.down_reason = reason
-        try:
-            self.on_change(self)
-            self._fail_all(f"the connection to the engine was lost: {reason}")
-        finally:
+        with ExitStack() as whatever_fails:
             if lasted:
-                self._connect()
+                whatever_fails.callback(self._connect)
+            whatever_fails.callback(self._fail_all, f"the connection to the engine was lost: {reason}")
+            self.on_change(self)
 
     def _send(self, message: RouterRequest) -> bool:
         return self._socket is not None and self._socket.send(message)
@@ -438,6 +438,8 @@ class ControllerLink:
         self.state = state
         if self.problem and self.problem != problem:
             _log.warning("group_refused", group=self.name, endpoint=self.endpoint, reason=self.problem)
-        self.on_change(self)
-        if state.status == "failed":
-            self._fail_all(state.detail or "the engine failed")
+        try:
+            self.on_change(self)
+        finally:
+            if state.status == "failed":
+                self._fail_all(state.detail or "the engine failed")
