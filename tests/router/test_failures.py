@@ -121,6 +121,21 @@ def test_a_client_that_leaves_aborts_its_request(
     wait_until(lambda: 'status="499"' in http.get("/metrics").text)
 
 
+def test_a_client_that_leaves_behind_a_further_request_is_noticed(
+    router: RunningRouter, fake: FakeController
+) -> None:
+    fake.behaviour.hold = True
+    url, text = httpx.URL(router.url), json.dumps(LONG)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {url.netloc.decode()}\r\nContent-Type: application/json\r\n"
+    request = f"{head}Content-Length: {len(text)}\r\n\r\n{text}".encode()
+    with socket.create_connection((url.host, url.port or 80)) as connection:
+        connection.sendall(request)
+        wait_until(lambda: fake.live == 1)
+        connection.sendall(request)
+    wait_until(lambda: len(fake.behaviour.aborts) == 1 and fake.live == 0 and router.inflight == 0, 10)
+    assert len(fake.behaviour.submits) == 1
+
+
 def test_health_needs_a_token(http: httpx.Client, fake: FakeController, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "_FRESH_SECONDS", 0.0)  # what was proved is over
     monkeypatch.setattr(health, "_PROBE_SECONDS_MAX", 60.0)

@@ -30,6 +30,8 @@ from trunkline.router.http.body import TAKE_BODY
 _UPLOADS: Final = b"/v1/files"
 _BODY_MARGIN: Final = 1.1
 _AUTHORITY_END: Final = re.compile(rb"[/?#]")
+_READ_AHEAD: Final = 1
+"""Largest number of requests behind the one that is being answered with which a connection is still read."""
 _AS_IT_IS: Final = -1.0
 """Stands for the seconds of a timer that goes on."""
 
@@ -155,6 +157,8 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if before is not None and not before.response_complete:
             self._add_earlier(before)
+            if len(self.pipeline) <= _READ_AHEAD:
+                self.flow.resume_reading()  # the end of a connection that is not read goes unnoticed
         self.scope[BODY_OUTLET] = _BodyOutlet(self.cycle)  # type: ignore[typeddict-unknown-key]
         if self.server_state.hands_over:
             self.cycle.keep_alive = False
