@@ -20,10 +20,11 @@ from simulation.worker import SimulatedWorkers
 
 from trunkline.controller.config import ControllerConfig
 from trunkline.controller.messages import Ping, Submit
-from trunkline.controller.reports import WorkerFailed, WorkerHello, WorkerReady
+from trunkline.controller.reports import AdapterReady, WorkerFailed, WorkerHello, WorkerReady
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.messages import Flushed, Outputs, RouterMessage, State
 from trunkline.worker.messages import (
+    LoadAdapter,
     Sampling,
     Shutdown,
     Welcome,
@@ -74,6 +75,8 @@ class Ranks(threading.Thread):
         self.steps_seen = [0] * config.tp
         self.shut_down = threading.Event()
         self.leave = threading.Event()
+        self.adapters: dict[str, bytes] = {}
+        """Keys of the adapters that can be loaded, by their names."""
         self.failure: Failure | None = None
         """What rank 1 fails with."""
         self.blocks = blocks
@@ -152,6 +155,10 @@ class Ranks(threading.Thread):
             self.leave.set()
             return
         assert topic == plan_topic(self.epoch)
+        if isinstance(message, LoadAdapter):
+            key = self.adapters.get(message.name, b"")
+            self.send(AdapterReady(rank, message.ticket, key, "" if key else "no such folder"))
+            return
         self.steps_seen[rank] += 1
         assert message.step == self.steps_seen[rank], "a rank missed a step"
         if rank == 0:
@@ -194,9 +201,9 @@ class Router:
     def send(self, message: Any) -> None:
         self.socket.send(msgspec.msgpack.encode(message))
 
-    def submit(self, request: int, prompt: list[int], max_tokens: int, seed: int = 0) -> None:
+    def submit(self, request: int, prompt: list[int], max_tokens: int, seed: int = 0, salt: bytes = b"") -> None:
         sampling = Sampling(seed=seed)
-        self.send(Submit(request, pack_int32(prompt), len(prompt), max_tokens, sampling))
+        self.send(Submit(request, pack_int32(prompt), len(prompt), max_tokens, sampling, salt=salt))
 
     def call(self, message: Any) -> Any:
         """Send a call; return its answer, which is the next message."""
@@ -291,9 +298,12 @@ def run_controller(config: ControllerConfig, folder: Path) -> Iterator[tuple[sub
         process.wait()
 
 
-def start_ranks(config: ControllerConfig, *, answer: bool = True, steps_max: int = NO_LIMIT) -> Ranks:
+def start_ranks(
+    config: ControllerConfig, *, answer: bool = True, steps_max: int = NO_LIMIT, **adapters: bytes
+) -> Ranks:
     """All ranks of a group, who have said hello."""
     ranks = Ranks(config)
+    ranks.adapters = adapters
     ranks.steps.last = steps_max if answer else 0
     for rank in range(config.tp):
         ranks.say_hello(rank)

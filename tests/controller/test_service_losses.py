@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from simulation.oracle import expected_output
 
 from trunkline.controller.config import ControllerConfig
+from trunkline.kvstore.adapters import adapter_key, adapter_salt
 from trunkline.worker.messages import LEAVE_TOPIC, Leave
 
 pytestmark = pytest.mark.processes
@@ -48,6 +49,31 @@ def test_streams_go_on_with_other_ranks(
     assert state.output_tokens == 85 + 30 + 30
     assert state.prompt_tokens == 5 + 3 + 2
     assert epochs[0] < epochs[1] < ranks.epoch
+
+
+def test_an_adapter_that_new_ranks_cannot_load_ends_only_its_own_requests(
+    config: ControllerConfig, tmp_path: Path
+) -> None:
+    one, two = adapter_key("one", b"files"), adapter_key("two", b"files")
+    own = replace(config, adapters={"one": "/one", "two": "/two"})
+    with run_controller(own, tmp_path) as (_, router):
+        ranks = start_ranks(own, steps_max=6, one=one, two=two)
+        assert [each.name for each in router.wait_state("ready").adapters] == ["one", "two"]
+        for request, key in enumerate((b"", one, two), start=1):
+            router.submit(request, [1, 2, 3, request], 30, seed=request, salt=adapter_salt(key, b"salt"))
+        router.wait_running(3)
+        ranks.end()
+        router.wait_state("starting")
+        start_ranks(own, two=two)
+        router.wait_finished(1, 2, 3)
+        reason, detail = router.finished[2]
+        assert (reason, detail) == ("engine_failed", "adapter 'one' cannot be loaded any more: no such folder")
+        for request in (1, 3):
+            assert router.tokens[request] == expected_output([1, 2, 3, request], request, 30)
+        assert [each.name for each in router.wait_state("ready").adapters] == ["two"]
+        router.submit(4, [1, 2, 3], 5, salt=adapter_salt(one, b"salt"))
+        router.wait_finished(4)
+        assert "is not loaded here" in router.finished[4][1]
 
 
 @pytest.mark.parametrize("fails_last", [False, True], ids=["failure first", "closed connection first"])

@@ -20,12 +20,13 @@ from simulation.module_prompts import text
 from simulation.streams import Options, verify
 from simulation.traffic import Mix, Traffic
 
-from trunkline.controller.engine.events import EndWaiting
+from trunkline.controller.engine.events import EndAdapter, EndWaiting
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch, Grammar
-from trunkline.controller.service.status import state_of
+from trunkline.controller.service.status import adapters_in_use, state_of
 from trunkline.controller.storage.persistence import Persistence
+from trunkline.kvstore.adapters import adapter_key, adapter_salt
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import FinishReason
 
@@ -265,6 +266,34 @@ def test_a_later_pin_replaces_the_one_that_comes_back() -> None:
     assert simulation.replies[ticket].status == "ok"
     assert simulation.engine.scheduler.encoding.calls.pinned_count == 3
     assert tiers_in(call(simulation, "look", other)) == [0]
+
+
+def test_an_adapter_that_does_not_come_back_ends_what_uses_it() -> None:
+    key = adapter_key("one", b"files")
+    salt = adapter_salt(key, b"tenant")
+    simulation = Simulation(ROOMY)
+    call(simulation, "encode", SCHEMA, pin_name="schema/a", salt=salt)
+    call(simulation, "encode", [text(words(60, 9), 0)], pin_name="schema/b")
+    gone, stays = simulation.submit(PROMPT, 12, salt=salt), simulation.submit(PROMPT, 12, salt=b"tenant")
+    for _ in range(4):
+        simulation.step()
+    simulation.lose_workers()
+    ticket = simulation.modules_call("encode", SCHEMA, salt=salt)
+    assert adapters_in_use(simulation.engine) == {key, b""}
+    simulation.receive(EndAdapter(key, "the folder is gone"))
+    assert adapters_in_use(simulation.engine) == {b""}
+    simulation.replace_workers()
+    simulation.run()
+    ended = simulation.streams[gone].ended
+    assert ended is not None
+    assert (ended.reason, ended.detail) == (FinishReason.ENGINE_FAILED, "the folder is gone")
+    assert (simulation.replies[ticket].status, simulation.replies[ticket].detail) == (
+        "failed",
+        "the folder is gone",
+    )
+    verify(simulation.streams[stays], ROOMY.longest_sequence)
+    assert simulation.engine.scheduler.encoding.calls.pinned_count == 3  # those of "schema/b"
+    check_integrity(simulation.engine.scheduler)
 
 
 def test_a_drain_sends_those_away_who_have_not_begun() -> None:

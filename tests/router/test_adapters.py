@@ -4,6 +4,7 @@ task. The salts of a request's KV begin with its adapter's key (`trunkline.kvsto
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -130,3 +131,24 @@ def test_a_purge_finds_what_was_computed_with_an_adapter_and_without(place: Path
         wait_until(lambda: len(fake.behaviour.forgets) == 12)
         forgotten = [message.salt for message in fake.behaviour.forgets]
         assert [forgotten.count(salt) for salt in sorted(salts)] == [6, 6]
+
+
+def test_a_request_does_not_wait_for_an_adapter_that_no_group_has_any_more(
+    place: Path, tokenizer: Tokenizer
+) -> None:
+    with running(place, tokenizer, resume_seconds=600.0) as (router, [fake]), router.client() as http:
+        it = fake.behaviour
+        it.told = {"adapters": [LoadedAdapter(NAME, "/adapters/legal", KEY)]}
+        wait_until(lambda: router.service.models.adapter(NAME) is not None)
+        it.hold = True
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(http.post, "/v1/chat/completions", json={"model": NAME, "messages": MESSAGES})
+            wait_until(lambda: fake.live == 1)
+            it.status = "starting"  # it has lost its workers
+            wait_until(lambda: router.ready == 0)
+            it.fail_after, it.hold = 0, False
+            wait_until(lambda: router.service.dispatcher.waiting_count == 1)
+            it.told, it.status = {}, "ready"
+            ended = answer.result(60)
+    assert (ended.status_code, ended.json()["error"]["code"]) == (503, "engine_failed")
+    assert "worker 1 died" in ended.json()["error"]["message"]  # what the group has said, not that none is ready

@@ -28,6 +28,7 @@ from trunkline.controller.engine.events import (
     AnswerTold,
     CallTexts,
     DropCache,
+    EndAdapter,
     EndAll,
     EndWaiting,
     EngineOutputs,
@@ -220,6 +221,8 @@ class Engine:
             case EndAll(detail, reason):
                 self._requests.end_all(self.scheduler, reason, detail)
                 self._renew(self.config)
+            case EndAdapter(key, detail):
+                self._requests.end_adapter(self.scheduler, key, detail, now)
             case WorkersLost(epoch):
                 self._workers_lost(epoch, now)
             case WorkersBack(config, stored):

@@ -106,6 +106,14 @@ class EndAll:
 
 
 @dataclass(frozen=True, slots=True)
+class EndAdapter:
+    """End the requests and calls of an adapter that the workers do not have (any more); all others go on."""
+
+    key: bytes
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class DropCache:
     """Drop every chunk that no running sequence holds. Answered in `EngineOutputs.replies`."""
 
@@ -170,6 +178,7 @@ Event = (
     | GoesOnElsewhere
     | EndWaiting
     | EndAll
+    | EndAdapter
     | DropCache
     | ExpectRequest
     | ForgetPrompt

@@ -19,6 +19,7 @@ from trunkline.controller.sequences.plan_builder import InflightStep
 from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
 from trunkline.controller.tiers.costs import StepCosts
 from trunkline.controller.totals import Totals
+from trunkline.kvstore.adapters import adapter_of
 from trunkline.router.messages import Finished, FinishReason, ModulesReply
 
 _INT32_BYTES: Final = 4
@@ -132,6 +133,15 @@ class RequestTable:
         calls.done.extend(ModulesReply(0, call, "failed", detail) for call in calls.ids() if call >= 0)
         self.pending_outputs.modules += calls.done
         self.groups.clear()
+
+    def end_adapter(self, scheduler: Scheduler, key: bytes, detail: str, now: float) -> None:
+        """End the requests and the calls about texts that use an adapter. `key`: the adapter's."""
+        for group in [each for each in self.groups.values() if adapter_of(each.request.submit.salt) == key]:
+            self.end(scheduler, group, Finished(group.id, FinishReason.ENGINE_FAILED, detail), now)
+        calls = scheduler.encoding.calls
+        for call_id, salt in calls.salts().items():
+            if adapter_of(salt) == key and (call := calls.cancel(call_id, "failed", detail)) is not None:
+                scheduler.leave_jobs(call, now)
 
     def end(self, scheduler: Scheduler, group: SequenceGroup, finished: Finished, now: float) -> None:
         """End a request and release everything that it holds. All requests that hold anything end here."""

@@ -140,11 +140,11 @@ class ModuleCalls:
             wanted.append(_unbegun(call, call.id if call.id >= 0 else -len(wanted) - 1))
         return wanted
 
-    def cancel(self, call_id: int) -> TextsCall | None:
+    def cancel(self, call_id: int, status: str = "cancelled", detail: str = "") -> TextsCall | None:
         """Forget a call, whose jobs the caller must leave (`ModuleJobs.left`). An unknown id does nothing."""
         call = self._calls.pop(call_id, None)
         if call is not None:
-            self._answer(ModulesReply(0, call_id, "cancelled"))
+            self._answer(ModulesReply(0, call_id, status, detail))
         return call
 
     def _answer(self, done: ModulesReply) -> None:
@@ -155,9 +155,9 @@ class ModuleCalls:
         """Return the ids of the open calls."""
         return list(self._calls)
 
-    def salts(self) -> list[bytes]:
-        """Return the salts of the open calls."""
-        return [call.salt for call in self._calls.values()]
+    def salts(self) -> dict[int, bytes]:
+        """Return the salts of the open calls, by the calls' ids."""
+        return {call.id: call.salt for call in self._calls.values()}
 
     def advance(self, step: int, arrival: int, now: float) -> bool:
         """Go on with the open calls; return whether new jobs were started.

@@ -60,6 +60,8 @@ class Adapters:
         self._by_name = {name: _Adapter(name, path) for name, path in configured.items()}
         self._leaving: list[_Adapter] = []
         """Adapters that are being unloaded, but that requests still use."""
+        self._gone: dict[bytes, str] = {}
+        """Why adapters that earlier ranks had are not on the present ones, by their keys."""
         self._rank_max, self._ranks = rank_max, ranks
         self._tickets = 0
         self._has_workers = False
@@ -96,6 +98,7 @@ class Adapters:
         everything = [*self._by_name.values(), *self._leaving]
         if not self._has_workers:
             self._has_workers = True
+            self._gone.clear()
             for each in everything:
                 self._order(each)
         return not any(each.is_loading for each in everything)
@@ -168,13 +171,17 @@ class Adapters:
             adapter.problem = f"adapter {adapter.name!r}: the ranks read other files in {adapter.path}"
         adapter.is_loading, self._changed = False, True
         if adapter.problem:
-            log.error("an adapter cannot be loaded", name=adapter.name, problem=adapter.problem)
+            log.error(
+                "an adapter cannot be loaded; it counts as unloaded", name=adapter.name, problem=adapter.problem
+            )
+            self._gone[adapter.key] = f"adapter {adapter.name!r} cannot be loaded any more: {adapter.problem}"
             if self._by_name.get(adapter.name) is adapter:
                 del self._by_name[adapter.name]
             else:
                 self._leaving.remove(adapter)
             self._forget(adapter, keys | adapter.leftover)
         else:
+            self._gone[adapter.key] = f"adapter {adapter.name!r} has other files than before in {adapter.path}"
             adapter.key = keys.pop()
             self._forget(adapter, adapter.leftover - {adapter.key})
         for router, ticket in adapter.asked:
@@ -197,6 +204,10 @@ class Adapters:
     def present(self) -> set[bytes]:
         """The keys of all adapters that the ranks have."""
         return {each.key for each in (*self._by_name.values(), *self._leaving) if self._serves(each)}
+
+    def why_gone(self, key: bytes) -> str:
+        """Return why the ranks do not have an adapter that earlier ones had."""
+        return self._gone.get(key, "its adapter is not loaded here (any more)")
 
     def turn(self, used: Callable[[], AbstractSet[bytes]]) -> bool:
         """Forget the unloaded adapters that no request uses any more. Return whether what requests may use has

@@ -26,6 +26,7 @@ from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import (
     AbortRequest,
     CallTexts,
+    EndAdapter,
     EndAll,
     EndWaiting,
     EngineOutputs,
@@ -374,8 +375,8 @@ class ControllerService:
         if self.engine is None:
             self.engine = Engine(limits, group.epoch, self.persistence.first_generation, stored, now)
         else:
-            if not adapters_in_use(self.engine) <= group.adapters.present | {b""}:
-                self._pending.events.append(EndAll("an adapter of a request cannot be loaded any more"))
+            for key in adapters_in_use(self.engine) - group.adapters.present - {b""}:
+                self._pending.events.append(EndAdapter(key, group.adapters.why_gone(key)))
             self._pending.events.append(WorkersBack(limits, stored))
         group.loss.ended()
         log.info("ready", epoch=group.epoch, blocks=limits.num_blocks, max_context=limits.longest_plain)

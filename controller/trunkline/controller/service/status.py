@@ -145,7 +145,7 @@ def adapters_in_use(engine: Engine | None) -> set[bytes]:
         return set()
     encoding = engine.scheduler.encoding
     groups = (*engine.requests().values(), *encoding.jobs.groups())
-    salts = (*(group.request.submit.salt for group in groups), *encoding.calls.salts())
+    salts = (*(group.request.submit.salt for group in groups), *encoding.calls.salts().values())
     return {adapter_of(salt) for salt in salts}
 
 

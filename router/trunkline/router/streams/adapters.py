@@ -45,6 +45,13 @@ def offered(links: Iterable[ControllerLink]) -> list[OfferedAdapter]:
     return [found[name].most_common(1)[0][0] for name in sorted(found)]
 
 
+def may_have(key: bytes, links: Iterable[ControllerLink]) -> bool:
+    """Return whether any group has an adapter, or may turn out to have it when it is ready."""
+    return any(
+        not link.ready or link.state is None or key in {it.key for it in link.state.adapters} for link in links
+    )
+
+
 async def load_adapter(links: Sequence[ControllerLink], name: str, path: str) -> bool:
     """Have all these groups load an adapter; if one cannot, none keeps it. Return whether any did not have it.
 

@@ -25,6 +25,7 @@ import msgspec
 import structlog
 
 from trunkline.controller.messages import ModuleText, Submit
+from trunkline.kvstore.adapters import adapter_of
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.errors import ApiError, unavailable
 from trunkline.router.jobs.job import Job
@@ -32,6 +33,7 @@ from trunkline.router.messages import FinishReason
 from trunkline.router.routing.core import NoControllerError, RoutingCore
 from trunkline.router.routing.request import Decision, RouteRequest
 from trunkline.router.routing.text_holders import with_holders
+from trunkline.router.streams.adapters import may_have
 from trunkline.router.streams.courier import identity_of, room_of
 from trunkline.router.streams.health import describe
 from trunkline.router.streams.link import ControllerLink, Standing
@@ -109,12 +111,15 @@ class Dispatcher:
         """Return the loop's time in seconds."""
         return asyncio.get_running_loop().time()
 
-    def can_wait(self, model: str) -> bool:
+    def can_wait(self, model: str, adapter: bytes = b"") -> bool:
         """Return whether a request may wait if no controller takes it now.
 
         Args:
             model: main name of the model that it asks for; "": any.
+            adapter: key of its adapter; empty: it has none.
         """
+        if adapter and not may_have(adapter, self._links):
+            return False
         return self._resume_seconds > 0 and (model in self._served if model else bool(self._served))
 
     @property
@@ -350,7 +355,7 @@ class Dispatcher:
             if self._try(routed, sample, decision, route, output):
                 return
             refused.add(decision.controller)
-        if not self.can_wait(routed.route.model):
+        if not self.can_wait(routed.route.model, adapter_of(routed.route.salt)):
             raise unavailable(f"no engine is ready: {self._describe(routed.route.model)}")
         self._wait(routed, sample)
         if again_in < inf:
