@@ -21,6 +21,7 @@ from simulation.worker import SimulatedWorkers
 from trunkline.controller.config import ControllerConfig
 from trunkline.controller.messages import Ping, Submit
 from trunkline.controller.reports import AdapterReady, WorkerFailed, WorkerHello, WorkerReady
+from trunkline.kvstore.adapters import adapter_key
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.messages import Flushed, Outputs, RouterMessage, State
 from trunkline.worker.messages import (
@@ -75,8 +76,6 @@ class Ranks(threading.Thread):
         self.steps_seen = [0] * config.tp
         self.shut_down = threading.Event()
         self.leave = threading.Event()
-        self.adapters: dict[str, bytes] = {}
-        """Keys of the adapters that can be loaded, by their names."""
         self.failure: Failure | None = None
         """What rank 1 fails with."""
         self.blocks = blocks
@@ -156,8 +155,9 @@ class Ranks(threading.Thread):
             return
         assert topic == plan_topic(self.epoch)
         if isinstance(message, LoadAdapter):
-            key = self.adapters.get(message.name, b"")
-            self.send(AdapterReady(rank, message.ticket, key, "" if key else "no such folder"))
+            is_there = Path(message.path).is_dir()
+            key, problem = (adapter_key(message.name, b""), "") if is_there else (b"", "no such folder")
+            self.send(AdapterReady(rank, message.ticket, key, problem))
             return
         self.steps_seen[rank] += 1
         assert message.step == self.steps_seen[rank], "a rank missed a step"
@@ -298,12 +298,9 @@ def run_controller(config: ControllerConfig, folder: Path) -> Iterator[tuple[sub
         process.wait()
 
 
-def start_ranks(
-    config: ControllerConfig, *, answer: bool = True, steps_max: int = NO_LIMIT, **adapters: bytes
-) -> Ranks:
+def start_ranks(config: ControllerConfig, *, answer: bool = True, steps_max: int = NO_LIMIT) -> Ranks:
     """All ranks of a group, who have said hello."""
     ranks = Ranks(config)
-    ranks.adapters = adapters
     ranks.steps.last = steps_max if answer else 0
     for rank in range(config.tp):
         ranks.say_hello(rank)

@@ -54,17 +54,21 @@ def test_streams_go_on_with_other_ranks(
 def test_an_adapter_that_new_ranks_cannot_load_ends_only_its_own_requests(
     config: ControllerConfig, tmp_path: Path
 ) -> None:
-    one, two = adapter_key("one", b"files"), adapter_key("two", b"files")
-    own = replace(config, adapters={"one": "/one", "two": "/two"})
+    one, two = adapter_key("one", b""), adapter_key("two", b"")
+    folders = {name: tmp_path / name for name in ("one", "two")}
+    for folder in folders.values():
+        folder.mkdir()
+    own = replace(config, adapters={name: str(folder) for name, folder in folders.items()})
     with run_controller(own, tmp_path) as (_, router):
-        ranks = start_ranks(own, steps_max=6, one=one, two=two)
+        ranks = start_ranks(own, steps_max=6)
         assert [each.name for each in router.wait_state("ready").adapters] == ["one", "two"]
         for request, key in enumerate((b"", one, two), start=1):
             router.submit(request, [1, 2, 3, request], 30, seed=request, salt=adapter_salt(key, b"salt"))
         router.wait_running(3)
         ranks.end()
         router.wait_state("starting")
-        start_ranks(own, two=two)
+        folders["one"].rmdir()
+        start_ranks(own)
         router.wait_finished(1, 2, 3)
         reason, detail = router.finished[2]
         assert (reason, detail) == ("engine_failed", "adapter 'one' cannot be loaded any more: no such folder")

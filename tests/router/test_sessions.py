@@ -329,6 +329,22 @@ def test_what_sessions_cannot_do(http: httpx.Client, fake: FakeController) -> No
     assert http.delete(f"/v1/sessions/{session}").status_code == 200, "it is not held"
 
 
+def test_what_is_no_parameter_is_refused(http: httpx.Client) -> None:
+    session = create(http)["id"]
+    for path, body, name in (
+        ("/v1/sessions", {"ttl_seconds": 60}, "ttl_seconds"),
+        (f"/v1/sessions/{session}/fork", {"ttl": 60, "meta\ndata": {}}, "meta\\ndata"),
+        (f"/v1/sessions/{session}/discard", {"messages": [0], "token": [[0, 1]]}, "token"),
+        ("/v1/schemas", {"pml": "<schema name=\"s\"/>", "pinned": True}, "pinned"),
+    ):
+        answer = http.post(path, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (400, "unknown_parameter", name)
+        assert error["message"] == f"`{name}` is not a known parameter here"
+    for path in (f"/v1/sessions/{session}", "/v1/schemas/s"):
+        assert http.patch(path, json={"ttl_seconds": 60}).json()["error"]["code"] == "unknown_parameter"
+
+
 def test_a_message_that_is_too_long(
     http: httpx.Client, fake: FakeController, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from trunkline.router.jobs.parameters import SchemaTtl, SessionId
 class SchemaRequest(LateModel):
     """The request `POST /v1/schemas`."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
     model: str | None = None
     pml: Annotated[str, Field(min_length=1)] | None = None
@@ -48,7 +48,7 @@ class SchemaRequest(LateModel):
 class SchemaUpdate(LateModel):
     """The request `PATCH /v1/schemas/{id}`. Fields that are missing or null stay as they are."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     ttl: SchemaTtl | None = None
     pin: bool | None = None

@@ -41,7 +41,7 @@ _Index = Annotated[int, Field(ge=0)]
 class SessionUpdate(LateModel):
     """The request `PATCH /v1/sessions/{id}`. Fields that are missing or null stay as they are."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     ttl: SessionTtl | None = None
     truncation: Truncation | None = None
@@ -68,7 +68,7 @@ class ForkRequest(SessionUpdate):
 class SessionRequest(SessionUpdate):
     """The request `POST /v1/sessions`."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
     model: str | None = None
     messages: Annotated[Messages, Field(min_length=1)] | None = None
@@ -114,7 +114,7 @@ class SessionRequest(SessionUpdate):
 class DiscardRequest(LateModel):
     """The request `POST /v1/sessions/{id}/discard`, with one of both fields."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     tokens: _Ranges | None = None
     """Ranges of history tokens that are to be hidden. The end of a range is not part of it."""

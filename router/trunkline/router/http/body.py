@@ -315,6 +315,10 @@ def _to_api_error(error: ValidationError) -> ApiError:
     param = first.get("ctx", {}).get("param") or _param_name(first["loc"])
     if first["type"] == "missing":
         return bad_value(param, f"`{param}` is required", code="missing_required_parameter")
+    if first["type"] == "extra_forbidden":
+        shown = param if param.isprintable() else ascii(param)[1:-1]
+        message = f"`{shown[:_SHOWN_CHARACTERS]}` is not a known parameter here"
+        return bad_value(shown[:_SHOWN_CHARACTERS], message, code="unknown_parameter")
     message = _PYTHON_ONLY.sub("", first["msg"]).replace("a valid dictionary", "an object")
     rule = message.removeprefix(_RULE)
     if rule != message:
