@@ -114,7 +114,7 @@ def check_all(shown: Shown, engine: Engine, now: float) -> None:
         for _ in range(shown.chunks[index]):
             assert id(node) not in seen
             seen.add(id(node))
-            assert node.tiers == shown.found.tiers[index]
+            assert node.tier_set == shown.found.tiers[index]
             assert users[node] == shown.users[index]
             assert (node.ready_step == PENDING) == bool(shown.found.flags[index] & NodeFlag.COMPUTING)
             tokens += np.frombuffer(node.key, "<i4").tolist()

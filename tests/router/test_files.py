@@ -97,6 +97,9 @@ def test_a_file_expires(http: httpx.Client, router: RunningRouter) -> None:
 
 
 BOUNDARY = b"--b\r\nContent-Disposition: form-data; name=%b\r\n\r\n"
+WHOLE_FORM = b"batch\r\n" + BOUNDARY % b"file; filename=x" + b"x\r\n--b--"
+"""Behind the head of the part with the purpose."""
+LONG_HEADER = b"purpose\r\nX-Long: " + b"y" * 70_000
 FORM = {"Content-Type": "multipart/form-data; boundary=b"}
 
 
@@ -109,6 +112,7 @@ FORM = {"Content-Type": "multipart/form-data; boundary=b"}
         (form_of(b"x", purpose="batch", more="y" * 70_000), 413, "body_too_large"),
         (form_of(b"x" * 3000, purpose="batch"), 413, "file_too_large"),
         ({"content": b"no form", "headers": FORM}, 400, "invalid_form"),
+        ({"content": BOUNDARY % LONG_HEADER + WHOLE_FORM, "headers": FORM}, 400, "invalid_form"),
         ({"content": BOUNDARY % b"file" + b"cut", "headers": FORM}, 400, "invalid_form"),
         ({"content": BOUNDARY % b"purpose" + b"x\r\n--b--", "headers": FORM}, 400, "missing_required_parameter"),
     ],

@@ -335,7 +335,7 @@ def test_what_is_no_parameter_is_refused(http: httpx.Client) -> None:
         ("/v1/sessions", {"ttl_seconds": 60}, "ttl_seconds"),
         (f"/v1/sessions/{session}/fork", {"ttl": 60, "meta\ndata": {}}, "meta\\ndata"),
         (f"/v1/sessions/{session}/discard", {"messages": [0], "token": [[0, 1]]}, "token"),
-        ("/v1/schemas", {"pml": "<schema name=\"s\"/>", "pinned": True}, "pinned"),
+        ("/v1/schemas", {"pml": '<schema name="s"/>', "pinned": True}, "pinned"),
     ):
         answer = http.post(path, json=body)
         error = answer.json()["error"]

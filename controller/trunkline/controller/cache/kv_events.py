@@ -55,7 +55,7 @@ def announced_tiers(node: Node, tree: RadixCache) -> int:
     if node.parent is None or (len(node.key) != tree.chunk_bytes and node.text_name is None):
         return 0
     leads_on = tree.window and node.children
-    return node.tiers & _ANNOUNCED or (leads_on and 1 << TierKind.DEVICE) or 0
+    return node.tier_set & _ANNOUNCED or (leads_on and 1 << TierKind.DEVICE) or 0
 
 
 class EventBatch(NamedTuple):

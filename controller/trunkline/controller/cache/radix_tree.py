@@ -114,7 +114,7 @@ class Node(TieredChunk):
         return self.block != NO_BLOCK
 
     @property
-    def tiers(self) -> int:
+    def tier_set(self) -> int:
         """The tiers in which the chunk is, as a sum of `1 << TierKind`."""
         return (
             (self.block != NO_BLOCK and _DEVICE)

@@ -174,7 +174,7 @@ class TreeWalk:
         yield from self._find(list(last.children.values()), index, last)
 
     def _seen(self, node: Node) -> _Seen:
-        return _Seen(node.tiers, self._users.get(node, 0), node.ready_step != PENDING)
+        return _Seen(node.tier_set, self._users.get(node, 0), node.ready_step != PENDING)
 
     def _flags(self, node: Node, above: int) -> int:
         """Return the flags of the tree that a chunk is in; a chunk below another one inherits them."""
