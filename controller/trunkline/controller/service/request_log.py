@@ -135,7 +135,7 @@ def spans_of(timeline: RequestTimeline, ids: TraceIds, group: str, now: float) -
         yield Span("decode", ids.context(ids.decode), ids.generate, timeline.first_token, now, decode)
 
 
-def _prefill(timeline: RequestTimeline, ids: TraceIds, group: int, end: float) -> Span:
+def _prefill(timeline: RequestTimeline, ids: TraceIds, group: str, end: float) -> Span:
     attributes: dict[str, Value] = {
         "trunkline.group": group,
         "trunkline.cached_tokens": timeline.cached_tokens,
