@@ -97,7 +97,7 @@ def test_the_mixture_in_a_small_pool_says_the_same(options: tuple[str, ...], alo
         if "swap" in options:
             assert small.gauge("blocks_loaded_total") > 0
         too_wide = PLAIN | {"n": 20, "max_tokens": 400}
-        refused = httpx.post(f"{small.url}/v1/completions", json=too_wide, timeout=30.0)
+        refused = httpx.post(f"{small.url}/v1/completions", json=too_wide, timeout=60.0)
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "n"
 

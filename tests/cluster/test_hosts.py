@@ -214,7 +214,7 @@ def test_the_other_host_dies_and_comes_back(hosts: Hosts, expected: str) -> None
     refusal = "rank 1 has another chunk_size (32) than the group (64)"
     wait_for(lambda: refusal in hosts.log("workers") and refusal in hosts.log("group"), START_S)
     hosts.processes["workers"].send_signal(signal.SIGTERM)
-    assert hosts.processes["workers"].wait(30) == 0
+    assert hosts.processes["workers"].wait(60) == 0
     hosts.start_workers()
     assert stream.finish() == expected
     hosts.wait_ready()

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 import pytest
-from cluster.harness import wait_for
+from cluster.harness import STOP_SECONDS_MAX, wait_for
 from deploy.waiting import free_ports
 from router.harness import free_port
 from router.model_folders import VOCAB_SIZE, write_tokenizer
@@ -96,12 +96,12 @@ class Models:
 
     def stop(self, name: str) -> None:
         self.processes[name].send_signal(signal.SIGTERM)
-        self.processes[name].wait(30)
+        self.processes[name].wait(STOP_SECONDS_MAX)
 
     def ready(self) -> dict[str, bool]:
         """Whether each model's group takes requests."""
         try:
-            found: dict[str, bool] = httpx.get(f"{self.url}/health", timeout=10).json()["models"]
+            found: dict[str, bool] = httpx.get(f"{self.url}/health", timeout=60).json()["models"]
         except httpx.HTTPError:
             return {}
         return found
@@ -174,7 +174,7 @@ def cached(response: httpx.Response) -> int:
 
 
 def test_each_model_answers_by_its_name(models: Models) -> None:
-    listed = httpx.get(f"{models.url}/v1/models", timeout=10).json()["data"]
+    listed = httpx.get(f"{models.url}/v1/models", timeout=60).json()["data"]
     assert [card["id"] for card in listed] == ["first", "second"]
     first, second = (models.chat(model=name) for name in ("first", "second"))
     assert text_of(first) != text_of(second)
@@ -189,12 +189,12 @@ def test_each_model_answers_by_its_name(models: Models) -> None:
 
 
 def test_a_session_stays_with_its_model(models: Models) -> None:
-    made = httpx.post(f"{models.url}/v1/sessions", json={"model": "second"}, timeout=10).json()
+    made = httpx.post(f"{models.url}/v1/sessions", json={"model": "second"}, timeout=60).json()
     texts = [text_of(models.chat(f"{number}. {LONG}", session_id=made["id"])) for number in range(2)]
     assert texts[0] == text_of(models.chat(f"0. {LONG}", model="second"))
     moved = models.chat("2", session_id=made["id"], model="first")
     assert moved.json()["model"] == "first"
-    shown = httpx.get(f"{models.url}/v1/sessions/{made['id']}", timeout=10).json()
+    shown = httpx.get(f"{models.url}/v1/sessions/{made['id']}", timeout=60).json()
     assert (shown["model"], shown["turns"]) == ("first", 3)
 
 
@@ -208,7 +208,7 @@ def test_the_others_serve_while_one_models_group_is_away(models: Models) -> None
     assert text_of(models.chat(model="first"))
     models.start_group("second", served_as="first")  # a mistake: it has another tokenizer than that model
     problem = "its model 'first' has another tokenizer"
-    wait_for(lambda: problem in httpx.get(f"{models.url}/health", timeout=10).text, START_S)
+    wait_for(lambda: problem in httpx.get(f"{models.url}/health", timeout=60).text, START_S)
     assert text_of(models.chat(model="first"))
     models.stop("second")
     models.start_group("second")
@@ -226,28 +226,28 @@ def test_one_command_serves_both(served: Models) -> None:
         assert text_of(again) == text_of(answers[name])
         assert cached(again) >= CHUNK
         prompt = {"model": name, "messages": [{"role": "user", "content": LONG}]}
-        tokens = httpx.post(f"{served.url}/tokenize", json=prompt, timeout=10).json()
+        tokens = httpx.post(f"{served.url}/tokenize", json=prompt, timeout=60).json()
         assert tokens["count"] == counted[name], "by the model's own tokenizer and template"
     assert counted["first"] != counted["second"]
     for name in ("first", "second"):
-        made = httpx.post(f"{served.url}/v1/sessions", json={"model": name}, timeout=10).json()
+        made = httpx.post(f"{served.url}/v1/sessions", json={"model": name}, timeout=60).json()
         turn = served.chat(session_id=made["id"])
         assert (turn.json()["model"], text_of(turn)) == (name, text_of(answers[name]))
         assert text_of(served.chat("And now?", session_id=made["id"]))
         schema = f'<schema name="of-{name}"><module name="m">{LONG}</module></schema>'
-        stored = httpx.post(f"{served.url}/v1/schemas", json={"model": name, "pml": schema}, timeout=30)
+        stored = httpx.post(f"{served.url}/v1/schemas", json={"model": name, "pml": schema}, timeout=60)
         assert stored.status_code == 201, stored.text
         prompted = served.chat("What?", model=name, pml=f'<prompt schema="of-{name}"><m/></prompt>')
         assert text_of(prompted)
         assert cached(prompted) >= CHUNK
     assert served.chat(model="third").status_code == 404
-    metrics = httpx.get(f"{served.url}/metrics", timeout=10).text
+    metrics = httpx.get(f"{served.url}/metrics", timeout=60).text
     assert [f'model="{name}"' in metrics for name in ("first", "second")] == [True, True]
 
 
 def test_one_commands_group_dies_and_comes_back(served: Models) -> None:
     before = text_of(served.chat(model="second"))
-    groups = httpx.get(f"{served.url}/health", timeout=10).json()["controllers"]
+    groups = httpx.get(f"{served.url}/health", timeout=60).json()["controllers"]
     assert len(groups) == 3
     environment = {**os.environ, "TMPDIR": str(served.folder), "XDG_CACHE_HOME": str(served.folder / "cache")}
 

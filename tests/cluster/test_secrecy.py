@@ -45,7 +45,8 @@ def ask(cluster: Cluster, **headers: str) -> httpx.Response:
 
 def test_files_are_for_their_owner(careless: Cluster) -> None:
     assert ask(careless, Authorization=f"Bearer {KEY}").status_code == 200
-    session = httpx.post(f"{careless.url}/v1/sessions", json={}, headers={"Authorization": f"Bearer {KEY}"})
+    headers = {"Authorization": f"Bearer {KEY}"}
+    session = httpx.post(f"{careless.url}/v1/sessions", json={}, headers=headers, timeout=60)
     assert session.status_code == 200
     wait_for(careless.is_idle, 10)
     found = {path: path.lstat().st_mode for path in careless.folder.rglob("*")}
@@ -63,7 +64,7 @@ def test_keys_of_a_whole_cluster(careless: Cluster) -> None:
     assert ask(careless, Authorization="Bearer none").status_code == 401
     assert ask(careless, **careless.admin_headers).status_code == 200
     headers = {"Authorization": f"Bearer {KEY}"}
-    assert httpx.post(f"{careless.url}/flush_cache", headers=headers).status_code == 403
+    assert httpx.post(f"{careless.url}/flush_cache", headers=headers, timeout=60).status_code == 403
     told = subprocess.run(
         [sys.executable, "-m", "trunkline.deploy.cli.app", "ui", "--port", careless.url.rsplit(":", 1)[1]],
         env={**os.environ, **careless.folders},

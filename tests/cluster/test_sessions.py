@@ -199,10 +199,10 @@ def test_what_nobody_uses_for_its_time_is_forgotten(cluster: Cluster) -> None:
     ask(cluster, QUESTION, session_id=session)
 
     def listed() -> bool:
-        return session in httpx.get(f"{cluster.url}/v1/sessions", params={"limit": 100}, timeout=30).text
+        return session in httpx.get(f"{cluster.url}/v1/sessions", params={"limit": 100}, timeout=60).text
 
     wait_for(lambda: not listed(), 10)
-    gone = httpx.get(f"{cluster.url}/v1/sessions/{session}", timeout=30)
+    gone = httpx.get(f"{cluster.url}/v1/sessions/{session}", timeout=60)
     assert gone.json()["error"]["code"] == "session_not_found"
 
     # Its KV went before it: the listing that did not show it came later.

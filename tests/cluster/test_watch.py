@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from cluster.harness import Cluster, wait_for
+from cluster.harness import STOP_SECONDS_MAX, Cluster, wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -90,7 +90,7 @@ def test_top_follows_the_cluster_on_a_terminal_and_leaves_at_ctrl_c(served: Clus
     try:
         wait_for(lambda: b"".join(seen).count(b"output tokens/s") >= 3 or process.poll() is not None, 60)
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0, b"".join(seen)
+        assert process.wait(STOP_SECONDS_MAX) == 0, b"".join(seen)
     finally:
         process.kill()
         process.wait()

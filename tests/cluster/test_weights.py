@@ -81,7 +81,7 @@ class Upgrade(Models):
     def groups(self) -> dict[str, tuple[bool, str]]:
         """Of each group, whether it takes requests, and why it is not used."""
         try:
-            health = httpx.get(f"{self.url}/health", timeout=10).json()
+            health = httpx.get(f"{self.url}/health", timeout=60).json()
         except httpx.HTTPError:
             return {}
         found = {each["name"]: (each["ready"], each["problem"]) for each in health["controllers"]}

@@ -23,7 +23,7 @@ task_lease.LEASE_SECONDS = 2.0
 
 def healthy(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health").status_code == 200
+        return httpx.get(f"{url}/health", timeout=60).status_code == 200
     except httpx.TransportError:
         return False
 

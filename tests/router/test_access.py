@@ -63,7 +63,7 @@ def guarded(
 @contextmanager
 def client_of(router: RunningRouter, who: str = "", **headers: str) -> Iterator[httpx.Client]:
     headers |= bearer(who) if who else {}
-    with httpx.Client(base_url=router.url, timeout=20, headers=headers, trust_env=False) as client:
+    with httpx.Client(base_url=router.url, timeout=60, headers=headers, trust_env=False) as client:
         yield client
 
 
@@ -268,7 +268,7 @@ def test_pages_of_others_are_kept_out(http: httpx.Client) -> None:
 def test_the_host_of_a_whole_url_counts(http: httpx.Client, target: str, header: str | None, status: int) -> None:
     """As RFC 9112 wants it, whatever `Host` says besides."""
     url = http.base_url
-    with socket.create_connection((url.host, url.port), timeout=10) as connection:
+    with socket.create_connection((url.host, url.port), timeout=60) as connection:
         host = "" if header is None else f"Host: {header}\r\n"
         connection.sendall(f"GET {target} HTTP/1.1\r\n{host}Connection: close\r\n\r\n".encode())
         answer = connection.makefile("rb").read()
@@ -308,7 +308,7 @@ def test_nothing_that_is_said_is_logged(place: Path, tokenizer: Tokenizer) -> No
                 "messages": [{"role": "user", "content": SECRETS[1]}],
                 "cache_salt": SECRETS[4],
             }
-            with httpx.Client(base_url=url, headers=bearer("alice"), trust_env=False) as http:
+            with httpx.Client(base_url=url, timeout=60, headers=bearer("alice"), trust_env=False) as http:
                 for more in ({}, {"stream": True}, {"temperature": -1}, {"session_id": SECRETS[3]}, {"stop": 5}):
                     http.post("/v1/chat/completions", json=said | more)
                 http.post("/v1/chat/completions", content=f'{{"messages": "{SECRETS[1]}')
@@ -317,8 +317,8 @@ def test_nothing_that_is_said_is_logged(place: Path, tokenizer: Tokenizer) -> No
                 http.post("/tokenize", json={"prompt": SECRETS[1]})
                 fake.behaviour.fail_after = 2
                 http.post("/v1/chat/completions", json=said)
-            httpx.get(f"{url}/v1/models", headers=bearer("mallory"), trust_env=False)
-            metrics = httpx.get(f"{url}/metrics", headers=bearer("admin"), trust_env=False).text
+            httpx.get(f"{url}/v1/models", headers=bearer("mallory"), timeout=60, trust_env=False)
+            metrics = httpx.get(f"{url}/metrics", headers=bearer("admin"), timeout=60, trust_env=False).text
             process.terminate()
             assert process.stderr is not None
             written = process.stderr.read().decode(errors="replace")

@@ -319,7 +319,7 @@ def test_another_router_goes_on_when_one_is_killed(place: Path, tokenizer: Token
             options = {"records": url, "served_model_name": "demo", "log_level": "error", "prelude": SHORT_LEASES}
             with (
                 router_process(place, controller, **options) as (process, address),
-                httpx.Client(base_url=address, timeout=30) as http,
+                httpx.Client(base_url=address, timeout=60) as http,
             ):
                 controller.behaviour.hold = True
                 response = begin(http)

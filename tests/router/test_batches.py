@@ -341,7 +341,7 @@ def test_another_router_goes_on_when_one_is_killed(place: Path, tokenizer: Token
             options = {"records": url, "served_model_name": "demo", "log_level": "error", "prelude": SHORT_LEASES}
             with (
                 router_process(place, controller, **options) as (process, address),
-                httpx.Client(base_url=address, timeout=30) as http,
+                httpx.Client(base_url=address, timeout=60) as http,
             ):
                 controller.behaviour.max_rows, controller.behaviour.seconds_per_token = 2, 0.005
                 batch = begin(http, [chat_line(i, f"Question {i}") for i in range(60)])

@@ -56,7 +56,7 @@ def cluster(
     """
     with (
         running(place, tokenizer, controllers=controllers, resume_seconds=resume_seconds) as (router, fakes),
-        httpx.Client(base_url=router.url, timeout=30, trust_env=False) as http,
+        httpx.Client(base_url=router.url, timeout=60, trust_env=False) as http,
     ):
         for fake in fakes:
             fake.behaviour.pause_after = pause_after

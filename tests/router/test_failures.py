@@ -108,7 +108,7 @@ def test_a_client_that_leaves_aborts_its_request(
 ) -> None:
     fake.behaviour.seconds_per_token = 0.005
     fake.behaviour.hold = hold
-    with httpx.Client(base_url=router.url, trust_env=False) as leaving:
+    with httpx.Client(base_url=router.url, timeout=60, trust_env=False) as leaving:
         if stream:
             with leaving.stream("POST", "/v1/completions", json=LONG | {"stream": True}, timeout=60) as response:
                 chunks = response.iter_bytes()  # if it were let go of, so would be the connection
@@ -177,7 +177,10 @@ def test_a_failed_or_starting_engine(router: RunningRouter, http: httpx.Client, 
 
 
 def test_a_late_and_then_frozen_controller(place: Path, tokenizer: Tokenizer) -> None:
-    with running(place, tokenizer, wait=False) as (router, [fake]), httpx.Client(base_url=router.url) as http:
+    with (
+        running(place, tokenizer, wait=False) as (router, [fake]),
+        httpx.Client(base_url=router.url, timeout=60) as http,
+    ):
         assert http.get("/health").status_code == 503
         assert "not connected" in http.get("/health").json()["reason"]
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 503
@@ -198,7 +201,7 @@ def test_a_late_and_then_frozen_controller(place: Path, tokenizer: Tokenizer) ->
 def test_a_router_that_stood_still_does_not_take_its_controller_for_dead(
     place: Path, tokenizer: Tokenizer
 ) -> None:
-    with running(place, tokenizer) as (router, [fake]), httpx.Client(base_url=router.url) as http:
+    with running(place, tokenizer) as (router, [fake]), httpx.Client(base_url=router.url, timeout=60) as http:
         link = router.service.links[0]
         fake.behaviour.hold = True
         answers: list[httpx.Response] = []
@@ -250,7 +253,7 @@ def test_a_slow_reader_loses_nothing(router: RunningRouter, fake: FakeController
         )
         slow.sendall(body)
         time.sleep(0.5)
-        assert httpx.post(f"{router.url}/v1/chat/completions", json=CHAT).status_code == 200
+        assert httpx.post(f"{router.url}/v1/chat/completions", json=CHAT, timeout=60).status_code == 200
         data = b""
         while part := slow.recv(65536):
             data += part

@@ -54,7 +54,7 @@ def wait_for_the_lease(url: str, session: str) -> None:
             await records.close()
         return True
 
-    wait_until(lambda: asyncio.run(is_over()), 30)
+    wait_until(lambda: asyncio.run(is_over()))
 
 
 def last_event(stream: httpx.Response) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def test_a_session_that_another_router_has_taken_is_not_overwritten(
             asked = len(fake.behaviour.submits)
             fake.behaviour.hold = True
             turn = pool.submit(chat, here, session, "Slowly?", stream=stream)
-            wait_until(lambda: len(fake.behaviour.submits) > asked, 30)
+            wait_until(lambda: len(fake.behaviour.submits) > asked)
             assert error_of(chat(there, session, "Quickly?"))[:2] == (409, "session_busy")
             with frozen(process):
                 fake.behaviour.hold = False

@@ -35,7 +35,7 @@ def entry(name: str, **params: Any) -> Any:
 def ended(claude: anthropic.Anthropic, batch_id: str) -> anthropic.types.messages.MessageBatch:
     """A batch when it is over."""
     batches = claude.messages.batches
-    wait_until(lambda: batches.retrieve(batch_id).processing_status == "ended", 30.0)
+    wait_until(lambda: batches.retrieve(batch_id).processing_status == "ended")
     return batches.retrieve(batch_id)
 
 

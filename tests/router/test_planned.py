@@ -43,7 +43,7 @@ def cluster(
     events = [f"ipc://{place}/events-{index}" for index in range(len(roles))]
     with (
         running(place, tokenizer, controllers=len(roles), events=events, resume_seconds=20.0) as (router, fakes),
-        httpx.Client(base_url=router.url, timeout=30, trust_env=False) as http,
+        httpx.Client(base_url=router.url, timeout=60, trust_env=False) as http,
     ):
         for role, fake in zip(roles, fakes, strict=True):
             fake.behaviour.seconds_per_token = token_s

@@ -37,7 +37,7 @@ def controller(place: Path, tokenizer: Tokenizer) -> Iterator[FakeController]:
 def in_background(url: str) -> tuple[threading.Thread, list[httpx.Response]]:
     results: list[httpx.Response] = []
     thread = threading.Thread(
-        target=lambda: results.append(httpx.post(f"{url}/v1/chat/completions", json=CHAT, timeout=20))
+        target=lambda: results.append(httpx.post(f"{url}/v1/chat/completions", json=CHAT, timeout=60))
     )
     thread.start()
     return thread, results
@@ -65,12 +65,12 @@ def test_sigterm_drains_and_leaves(place: Path, controller: FakeController) -> N
         thread, results = in_background(url)
         wait_until(lambda: controller.live == 1)
         process.send_signal(signal.SIGTERM)
-        wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
-        assert httpx.post(f"{url}/v1/chat/completions", json=CHAT).status_code == 503
+        wait_until(lambda: httpx.get(f"{url}/health", timeout=60).status_code == 503)
+        assert httpx.post(f"{url}/v1/chat/completions", json=CHAT, timeout=60).status_code == 503
         controller.behaviour.hold = False
         thread.join()
         assert results[0].json()["choices"][0]["message"]["content"] == ANSWER
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
 
 
 @pytest.mark.parametrize("second", [False, True])
@@ -83,7 +83,7 @@ def test_what_does_not_finish_is_cut(place: Path, controller: FakeController, se
         if second:
             time.sleep(0.3)
             process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == (1 if second else 0)
+        assert process.wait(60) == (1 if second else 0)
         assert process.stderr is not None
         assert b"Traceback" not in process.stderr.read()
         thread.join()

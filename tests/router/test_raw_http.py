@@ -225,7 +225,7 @@ def test_nothing_is_computed_for_who_leaves_with_requests_pipelined(tmp_path: Pa
         with connect(router) as leaving:
             leaving.sendall(3 * whole)
             wait_until(lambda: len(fake.behaviour.submits) == 1)
-        wait_until(lambda: not router.inflight, 6.0)
+        wait_until(lambda: not router.inflight)
         wait_until(lambda: ended(router) == {"499": 1})
     assert len(fake.behaviour.aborts) == 1
     assert len(fake.behaviour.submits) == 1
@@ -300,6 +300,6 @@ def test_mutated_requests(tight: RunningRouter) -> None:
                 pass  # half a request: nobody waits for the rest
         assert b"internal error" not in answer.lower(), (seed, bytes(raw))
         assert b"internal server error" not in answer.lower(), (seed, bytes(raw))
-    wait_until(lambda: not tight._server.server_state.connections, 20)
+    wait_until(lambda: not tight._server.server_state.connections)
     assert serves(tight)
     assert psutil.Process().memory_info().rss - memory < 64 << 20

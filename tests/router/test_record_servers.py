@@ -136,7 +136,7 @@ def test_a_failover(servers: tuple[RedisServer, RedisServer], place: Path, token
         with answered(http, session, "1"):
             pass
         replica.replicaof("127.0.0.1", first.port)
-        wait_until(lambda: replica.info("replication")["master_link_status"] == "up", 30)
+        wait_until(lambda: replica.info("replication")["master_link_status"] == "up")
         assert first.client().wait(1, 30_000) == 1
         replica.replicaof("127.0.0.1", 1)  # the connection is lost
         with answered(http, session, "2"):

@@ -63,7 +63,7 @@ class Site:
         with subprocess.Popen(command, stderr=subprocess.DEVNULL, pass_fds=(self.listener.fileno(),)) as process:
             try:
                 if wait:
-                    wait_until(lambda: self.has_told(process, "ready"), 30)
+                    wait_until(lambda: self.has_told(process, "ready"))
                 yield process
             finally:
                 process.kill()
@@ -91,7 +91,7 @@ def test_connections_in_the_backlog_survive_all_routers(site: Site) -> None:
         first.send_signal(signal.SIGSTOP)
         connections = []
         for _ in range(20):  # nobody accepts them now
-            connection = stack.enter_context(socket.create_connection(("127.0.0.1", site.port), timeout=30))
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", site.port), timeout=60))
             connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             connections.append(connection)
         first.kill()
@@ -120,7 +120,7 @@ def test_a_router_that_hands_over_can_still_be_stopped(site: Site) -> None:
             process.wait(0.5)
         assert site.fake.live == 1
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 1
+        assert process.wait(60) == 1
         thread.join()
     assert results in ([], [503])
 

@@ -43,7 +43,7 @@ def limited(
     path.write_text(json.dumps(rules))
     with (
         running(place, tokenizer, tenants=str(path), **options) as (router, [fake]),
-        httpx.Client(base_url=router.url, timeout=20, trust_env=False) as http,
+        httpx.Client(base_url=router.url, timeout=60, trust_env=False) as http,
     ):
         yield router, fake, http
 
@@ -220,7 +220,7 @@ def test_a_signal_has_the_file_read(place: Path, tokenizer: Tokenizer) -> None:
     try:
         with (
             router_process(place, fake, tenants=str(path)) as (process, url),
-            httpx.Client(base_url=url, timeout=20, trust_env=False) as http,
+            httpx.Client(base_url=url, timeout=60, trust_env=False) as http,
         ):
             assert ask(http).status_code == 200
             path.write_text(json.dumps({"default": {"requests_per_minute": 5000}}))
