@@ -189,6 +189,8 @@ class Server:
                 raise SystemExit("the server did not become healthy")
             time.sleep(0.05)
         self.start_seconds = time.perf_counter() - begin
+        while not all(each["ready"] for each in httpx.get(f"{self.url}/health", timeout=60).json()["controllers"]):
+            time.sleep(0.05)  # a server is healthy when one of its groups is
         return self
 
     def __exit__(self, *_: object) -> None:
