@@ -22,7 +22,6 @@ from trunkline.deploy.supervisor.members import Command
 from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET
 
 HEALTHY_SECONDS_MAX = 90.0
-NOTICED_SECONDS_MAX = 20.0
 ROUTERS_MAX = 10
 TROUBLE_PAUSE_S = (0.5, 3.0)
 
@@ -67,6 +66,11 @@ class View:
         """Whether all groups are ready, and the router knows."""
         groups = self.status()["groups"]
         return all(group["state"] == "ready" for group in groups) and self.cluster.gauge("ready") == len(groups)
+
+    def wait_replaced(self, name: str, pid: int) -> None:
+        """Wait until another process has this name, and the cluster is well again. That a group is not ready
+        meanwhile may last for less than the time between two looks."""
+        wait_for(lambda: self.pid(name) not in (0, pid) and self.is_healthy(), HEALTHY_SECONDS_MAX)
 
     def inflight(self) -> dict[int, int]:
         """Requests of the router at each controller."""
@@ -162,12 +166,7 @@ class Chaos:
             os.kill(pid, signal.SIGKILL)
             others = sum(inflight.values()) - inflight[group]
             self.kills.append(Kill(victim, begun, max(0, min(begun - others, inflight[group]))))
-            await asyncio.to_thread(self._recover, group)
-
-    def _recover(self, group: int) -> None:
-        """A killed process is noticed after a moment, so: first that, then that the group works again."""
-        wait_for(lambda: not self._view.is_ready(group), NOTICED_SECONDS_MAX)
-        wait_for(self._view.is_healthy, HEALTHY_SECONDS_MAX)
+            await asyncio.to_thread(self._view.wait_replaced, victim, pid)
 
 
 class Trouble:

@@ -73,7 +73,7 @@ def test_shared_prefixes_are_computed_once_and_a_killed_router_costs_nothing(see
         view = View(cluster)
         victim = view.pid("router")
         os.kill(victim, signal.SIGKILL)
-        wait_for(lambda: view.pid("router") not in (0, victim) and view.is_healthy(), 60)
+        view.wait_replaced("router", victim)
         wait_for(lambda: client.batches.retrieve(batch).status == "completed", 90)
         second = answers_of(client, batch)
         assert {name: answer["choices"][0]["text"] for name, answer in second.items()} == {

@@ -100,9 +100,9 @@ def test_bytes_that_changed_in_a_peers_memory_are_not_believed(pair: Pair) -> No
             return False  # computing was quicker, and so there is no checksum of what is there
         lost = pair.given_up("lost")
         with pair.flipped("worker-0.0"):
-            os.kill(pair.view.pid("worker-1.0"), signal.SIGKILL)
-            wait_for(lambda: not pair.view.is_ready(1), 20)
-            wait_for(pair.view.is_healthy, 60)
+            victim = pair.view.pid("worker-1.0")
+            os.kill(victim, signal.SIGKILL)
+            pair.view.wait_replaced("worker-1.0", victim)
             answer = pair.ask_at(1, prompt)
             noticed = soon(lambda: pair.given_up("lost") > lost, 5)
         assert text_of(answer) == text

@@ -17,7 +17,7 @@ import pytest
 import torch
 from cluster.chaos import View
 from cluster.conversations import MODEL, Conversations, expected_of, sessions_of
-from cluster.harness import Cluster, wait_for
+from cluster.harness import Cluster
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trunkline.deploy.config.models import DEMO_FOLDER
@@ -106,7 +106,7 @@ def test_a_lost_disk(cluster: Cluster, expected: list[list[str]], tmp_path: Path
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
     assert conversations.turn(cluster, 2) == expected[2]
-    wait_for(lambda: view.pid("controller-0") not in (0, victims[0]) and view.is_healthy(), 60)
+    view.wait_replaced("controller-0", victims[0])
     assert conversations.turn(cluster, 3) == expected[3]
     assert view.pids("router") == routers
     assert sessions_of(cluster) == set(conversations.ids)

@@ -86,7 +86,7 @@ def test_a_group_that_loses_memory_and_disk_loses_no_session(served: Cluster, pl
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
     assert conversations.turn(served, 2) == expected[2]
-    wait_for(lambda: view.pid("controller-0") not in (0, victims[0]) and view.is_healthy(), 60)
+    view.wait_replaced("controller-0", victims[0])
     assert conversations.turn(served, 3) == expected[3]
 
 

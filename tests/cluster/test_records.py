@@ -80,7 +80,7 @@ def test_on_a_full_disk_nothing_that_was_answered_is_lost(tmp_path: Path) -> Non
         assert send(cluster, "POST", "/v1/completions", plain).status_code == 200  # no other client notices
         assert sessions_of(cluster) == told
         os.kill(router, signal.SIGKILL)
-        wait_for(lambda: View(cluster).pid("router") not in (0, router) and cluster.health() == 200, 60)
+        View(cluster).wait_replaced("router", router)
         assert sessions_of(cluster) == told
         assert session_of(cluster, first) == before
         wait_for(lambda: turn(cluster, first).status_code == 200, 30)  # there is room again

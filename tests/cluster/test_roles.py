@@ -111,6 +111,6 @@ def test_either_group_is_killed(parted: Cluster, alone: Cluster, killed: str, wh
         return has_come
 
     wait_for(is_killed, 60)
-    wait_for(lambda: view.pid(name) not in (0, victim), 60)
+    view.wait_replaced(name, victim)
     wait_for(lambda: sorted(roles_of(parted)) == ["decode", "prefill"], 60)
     wait_for(parted.is_idle, 20)

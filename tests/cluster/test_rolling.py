@@ -60,7 +60,7 @@ def test_a_rolling_restart_is_not_noticed(served: Served) -> None:
     assert said.count("ready again") == 4, said
     print(f"{traffic.streams} streams during the restart")
     traffic.check(served.expected)
-    assert served.view.is_healthy()
+    wait_for(served.view.is_healthy, 30)
 
 
 def test_a_group_is_drained_and_comes_back(served: Served) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 from cluster.chaos import View
-from cluster.harness import Cluster, wait_for
+from cluster.harness import Cluster
 from openai.types.responses import Response
 
 pytestmark = [pytest.mark.processes, pytest.mark.area("survival")]
@@ -89,7 +89,7 @@ def test_they_go_on_when_a_controller_is_killed(plain: Cluster) -> None:
         view = View(cluster)
         victim = view.pid("controller")
         os.kill(victim, signal.SIGKILL)
-        wait_for(lambda: view.pid("controller") not in (0, victim) and view.is_healthy(), 60)
+        view.wait_replaced("controller", victim)
         assert texts(chain(client, answers, 2)) == texts(expected)
         assert texts(talk(client, conversation, said, 2)) == texts(talked)
         items = list(client.conversations.items.list(conversation, order="asc"))
