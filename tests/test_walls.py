@@ -55,7 +55,16 @@ FLOORS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "worker": (
         *("root", "tensor_parallel", "batch", "tiers", "model", "grammar", "sampling", "device"),
-        *("pool_memory", "step_graphs", "launched_steps", "runner", "loading", "service", "__main__"),
+        *(
+            "pool_memory",
+            "step_graphs",
+            "launched_steps",
+            "calm_steps",
+            "runner",
+            "loading",
+            "service",
+            "__main__",
+        ),
     ),
     "deploy": ("root", "config", "supervisor", "node", "launch", "watch", "cli", "main"),
 }

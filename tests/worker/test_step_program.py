@@ -83,8 +83,9 @@ def drive(runner: Runner, seed: int) -> list[list[int]]:
 
 
 def watch(runner: Runner, forward: Any) -> None:
-    """Let a runner's steps call another function than its decoder's."""
+    """Let a runner's steps call another function than its decoder's; none of them is calm."""
     runner._decoder.forward = forward  # type: ignore[method-assign]
+    runner._calm._planner = None
 
 
 def load(folder: Path, **fields: Any) -> tuple[Runner, CpuProgram]:

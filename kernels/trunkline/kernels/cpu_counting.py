@@ -11,11 +11,23 @@ class _Calls:
     """How often a range of ops calls what `KernelCounters` counts."""
 
     def __init__(self, ops: tuple[Op, ...]) -> None:
+        self.runs = self.decode_runs = self.prefill_runs = 0
+        """How often the range has run since the calls were read; how often with rows that decode, with prompts."""
         self.by_name: dict[str, int] = {}
         for op in ops:
             if name := _counted(op):
                 self.by_name[name] = self.by_name.get(name, 0) + 1
         self.attends = sum(isinstance(op, Attend) for op in ops)
+
+    def add_to(self, calls: dict[str, int]) -> None:
+        """Add the calls that were not read yet."""
+        added = {name: number * self.runs for name, number in self.by_name.items()}
+        added["decode_attention"] = self.attends * self.decode_runs
+        added["prefill_attention"] = self.attends * self.prefill_runs
+        for name, number in added.items():
+            if number:
+                calls[name] = calls.get(name, 0) + number
+        self.runs = self.decode_runs = self.prefill_runs = 0
 
 
 class Counting:
@@ -30,27 +42,31 @@ class Counting:
         self._calls: dict[tuple[int, int], _Calls] = {}
         self._decode_tokens: int | None = None
         self._prefill_tokens: int | None = None
+        counters.unread.append(self._add_to)
 
     def take(self, decode_tokens: int | None, prefill_tokens: int | None) -> None:
         """Take the tokens that a layer of a step reads; None: nothing is decoded, or prefilled."""
         self._decode_tokens, self._prefill_tokens = decode_tokens, prefill_tokens
 
     def ran(self, start: int, stop: int) -> None:
-        """Count ops `[start, stop)`."""
+        """Count ops `[start, stop)`. Their calls are added up when they are asked for: every step comes here."""
         found = self._calls.get((start, stop))
         if found is None:
             found = self._calls[start, stop] = _Calls(self._ops[start:stop])
         counters, attends = self._counters, found.attends
-        calls = counters.calls
-        for name, number in found.by_name.items():
-            calls[name] = calls.get(name, 0) + number
-        if attends and self._decode_tokens is not None:
-            calls["decode_attention"] = calls.get("decode_attention", 0) + attends
-            counters.decode_tokens_read += attends * self._decode_tokens
-            counters.decode_bytes_read += attends * self._decode_tokens * self._token_bytes
-        if attends and self._prefill_tokens is not None:
-            calls["prefill_attention"] = calls.get("prefill_attention", 0) + attends
+        found.runs += 1
+        if self._decode_tokens is not None:
+            found.decode_runs += 1
+            read = attends * self._decode_tokens
+            counters.decode_tokens_read += read
+            counters.decode_bytes_read += read * self._token_bytes
+        if self._prefill_tokens is not None:
+            found.prefill_runs += 1
             counters.prefill_tokens_read += attends * self._prefill_tokens
+
+    def _add_to(self, calls: dict[str, int]) -> None:
+        for found in self._calls.values():
+            found.add_to(calls)
 
 
 def _counted(op: Op) -> str:

@@ -78,6 +78,7 @@ class CpuDecodeWork:
             live: The plan that goes on, if the words are of one.
         """
         self.words = words_of_plan
+        self.live = live
         self.made = 0 if live is None else live.made
         words = self.words.numpy() if live is None else live.array
         self.tokens = int(words[WORK_TOKENS])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from trunkline.kernels.cpu_plans import NONE, CpuDecodeWork, ShiftTable, prefill
 from trunkline.kernels.experts import Experts
 from trunkline.kernels.family_ops import Gate, HeadNorm, Multiply, PrepareQueries, Spread
 from trunkline.kernels.latent import Absorb, Expand
+from trunkline.kernels.live_plan import LiveDecodePlan
 from trunkline.kernels.native import library
 from trunkline.kernels.op_by_op import Collective, OpByOp, StepBatch
 from trunkline.kernels.ops import KvPool, PackedLinear
@@ -51,6 +52,7 @@ from trunkline.kernels.program import (
 from trunkline.kernels.query_scale import Temper
 from trunkline.kernels.routing import Routing
 from trunkline.kernels.wide_norms import SquareSums, WideNorm
+from trunkline.kvstore.chunks import Int32Array
 
 KV_TYPES: Final = {"float32": 0, "float16": 1, "bfloat16": 2}
 """The number of each `KvType` in `csrc/cpu/attention.h`."""
@@ -282,13 +284,20 @@ def _sites(op: Op, is_native: bool) -> list[str]:
     return [op.place if isinstance(op, Linear) else ""]
 
 
-def _steady(batch: StepBatch, work: CpuDecodeWork, tokens: TokenMemory) -> tuple[TokenMemory, Tensor] | None:
-    """Return what must stay the same for the next step to go on from this one, if it is one of decode rows and
-    nothing else; else None."""
-    is_more = batch.prefill is not None or batch.state_rows is not None or batch.adapters is not None
-    if is_more or work.shifts is not None or batch.logits_rows != tokens.number:
-        return None
-    return tokens, work.words
+class _Steady(NamedTuple):
+    """What must stay the same for the next step to go on from one of decode rows and nothing else."""
+
+    tokens: TokenMemory
+    words: Tensor
+    work: CpuDecodeWork
+
+    @classmethod
+    def of(cls, batch: StepBatch, work: CpuDecodeWork, tokens: TokenMemory) -> _Steady | None:
+        """Return that of a step; None if it is more than decode rows."""
+        is_more = batch.prefill is not None or batch.state_rows is not None or batch.adapters is not None
+        if is_more or work.shifts is not None or batch.logits_rows != tokens.number:
+            return None
+        return cls(tokens, work.words, work)
 
 
 class CpuProgram:
@@ -334,8 +343,8 @@ class CpuProgram:
         self._adapters = _Adapters(sites, *calls)
         self._held: tuple[object, ...] = ()
         """What the library points to: it is kept until the next step."""
-        self._steady: tuple[TokenMemory, Tensor] | None = None
-        """Tokens and plan of the last step, if it was one of decode rows and nothing else."""
+        self._steady: _Steady | None = None
+        """What the last step had, if it was one of decode rows and nothing else."""
         self._segments: dict[tuple[int, int], list[tuple[bool, int, int]]] = {}
         self._others = OpByOp(program, kernels, pool, group) if not all(words.is_native) else None
 
@@ -360,8 +369,8 @@ class CpuProgram:
             None if work is None else work.tokens + steps * batch.num_rows,
             None if prefill is None else prefill.tokens_read,
         )
-        steady = None if work is None else _steady(batch, work, own)
-        if before is not None and steady is not None and before[0] is own and before[1] is words:
+        steady = None if work is None else _Steady.of(batch, work, own)
+        if before is not None and steady is not None and before.tokens is own and before.words is words:
             self._go_on(steps)  # the library has all but what has been written into its memory
         else:
             decode_angles = [] if work is None else self._angles(work.shifts)
@@ -382,6 +391,41 @@ class CpuProgram:
             self._adapters.use(batch.adapters)
         if self._others is not None:
             self._others.begin(batch)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the last step was one of decode rows and nothing else, so that `go_on` may follow."""
+        return self._steady is not None and self._steady.work.live is not None and self._others is None
+
+    def go_on(self, plan: LiveDecodePlan, ids: Int32Array) -> None:
+        """Take the step of the same rows behind the last one, instead of `begin`: each row has one more token, in
+        the place behind the last one's.
+
+        Args:
+            plan: Of the last step. It goes on, too.
+            ids: int32 `[rows]`.
+
+        Raises:
+            ValueError: A row has no room for another token.
+        """
+        steady, self._steady = self._steady, None
+        assert steady is not None
+        (tokens, words, work), live = steady, steady.work.live
+        assert live is not None
+        plan.grow(live)
+        own_ids, positions, slots = tokens.arrays
+        own_ids[:] = ids
+        positions += 1
+        slots += 1
+        if live.made == work.made and live.words is words:
+            self._go_on(plan.steps)
+        else:
+            work = self._kernels.planning.decode_work(plan, self._pool, self._turning[0])
+            steady = _Steady(tokens, work.words, work)
+            self._held = held = (*tokens.views, NO_IDS, work.words, NONE, NONE, NO_WORDS, [], [])
+            self._begin(*[tokens.number] * 4, plan.steps, *held)
+        self._counting.take(work.tokens + plan.steps * plan.num_rows, None)
+        self._steady = steady
 
     def run(self, start: int, stop: int) -> None:
         if start == stop:

@@ -68,6 +68,9 @@ class LiveWork:
         """The words as an array, over the same memory."""
         self.state: object = None
         """The data that kernels derive from the words; private to them."""
+        self.growth: Int32Array = np.zeros(1, dtype=np.int32)
+        """The changes of `grow`: the number of the step, and nothing else."""
+        self._growth = tvm_ffi.from_dlpack(self.growth)
 
     def apply(self, changes: Int32Array) -> None:
         """Carry out changes.
@@ -75,7 +78,19 @@ class LiveWork:
         Raises:
             ValueError: They contradict the plan, which is unusable from then on.
         """
-        generation = self._apply(self._handle, tvm_ffi.from_dlpack(changes))
+        self._take_words(self._apply(self._handle, tvm_ffi.from_dlpack(changes)))
+
+    def grow(self, steps: int) -> None:
+        """Carry out a step that changes nothing else.
+
+        Raises:
+            ValueError: A row has no room for another token; the plan is unusable from then on.
+        """
+        self.growth[0] = self.version = steps
+        self._take_words(self._apply(self._handle, self._growth))
+
+    def _take_words(self, generation: int) -> None:
+        """Take the words from where they are now, if that is another place."""
         if generation != self.generation:
             self.generation = generation
             self.words = torch.from_numpy(np.from_dlpack(self._words(self._handle)))
@@ -131,6 +146,16 @@ class LiveDecodePlan:
         self.steps += 1
         self.num_rows = num_rows
         self._changes = np.array([self.steps, *changes], dtype=np.int32)
+
+    def grow(self, work: LiveWork) -> None:
+        """Go on to a step that changes nothing, and bring these pieces there, which must be at the present one.
+
+        Raises:
+            ValueError: A row has no room for another token.
+        """
+        self.steps += 1
+        self._changes = work.growth
+        work.grow(self.steps)
 
     def work(self, options: WorkOptions, user: object = None) -> LiveWork:
         """Return the pieces at the present step.

@@ -213,8 +213,8 @@ class AttentionSpec:
 class KernelCounters:
     """Counts of the ops that ran, so that tests notice a silent fallback or a superfluous copy of a plan."""
 
-    calls: dict[str, int] = field(default_factory=dict)
-    """Number of calls by op."""
+    unread: list[Callable[[dict[str, int]], None]] = field(default_factory=list)
+    """What adds calls that are counted elsewhere, since it was called last."""
     decode_plans: int = 0
     """Number of decode plans that were turned into device state ("lazy copy", ChunkAttention §3.3)."""
     decode_tokens_read: int = 0
@@ -223,9 +223,17 @@ class KernelCounters:
     decode_bytes_read: int = 0
     prefill_tokens_read: int = 0
     """Tokens of KV that prefill attention has read, summed over layers; a shared token counts once."""
+    _calls: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """Number of calls by op."""
+        for add in self.unread:
+            add(self._calls)
+        return self._calls
 
     def called(self, op: str) -> None:
-        self.calls[op] = self.calls.get(op, 0) + 1
+        self._calls[op] = self._calls.get(op, 0) + 1
 
     def reset(self) -> None:
         """Set all counts to zero, in place: parts of an implementation hold this object."""

@@ -82,10 +82,16 @@ class LaunchedSteps:
         """Add a step that runs."""
         self._launched.append(step)
 
-    def add_result(self, result: StepResult | None, started_ns: int) -> None:
+    def add_result(self, result: StepResult | None) -> None:
         """Add the result of a step that has ended; those before it must have been read."""
         assert not self._launched
-        self._results.append(self._timed(result, started_ns))
+        self._results.append(result)
+
+    def took_us(self, started_ns: int) -> int:
+        """Return how long a step took that ends now. It began when it was launched or the one before ended."""
+        now = time.perf_counter_ns()
+        started_ns, self._read_ns = max(started_ns, self._read_ns), now
+        return (now - started_ns) // 1000
 
     def make_room(self) -> None:
         """Read steps until another one may be launched."""
@@ -125,18 +131,14 @@ class LaunchedSteps:
         tokens = step.replayed.tokens.numpy()
         for (row, index), token in zip(step.rows, tokens.tolist(), strict=True):
             row.resolve(index, token)
-        result = step.result
+        result, took_us = step.result, self.took_us(step.started_ns)
         if result is not None:
-            result = msgspec.structs.replace(result, tokens=pack_int32(tokens))
-        self._results.append(self._timed(result, step.started_ns))
-
-    def _timed(self, result: StepResult | None, started_ns: int) -> StepResult | None:
-        """Return the result of a step that ends now. It began when it was launched or the one before ended."""
-        now = time.perf_counter_ns()
-        started_ns, self._read_ns = max(started_ns, self._read_ns), now
-        if result is None:
-            return None
-        moved_us, moved_blocks = self._take_moved()
-        return msgspec.structs.replace(
-            result, elapsed_us=(now - started_ns) // 1000, moved_us=moved_us, moved_blocks=moved_blocks
-        )
+            moved_us, moved_blocks = self._take_moved()
+            result = msgspec.structs.replace(
+                result,
+                tokens=pack_int32(tokens),
+                elapsed_us=took_us,
+                moved_us=moved_us,
+                moved_blocks=moved_blocks,
+            )
+        self._results.append(result)

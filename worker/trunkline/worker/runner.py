@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.kvstore.shards import HeadShard
 from trunkline.worker.batch.batch import BatchBuilder, ForwardBatch
 from trunkline.worker.batch.sequences import SequenceTable
+from trunkline.worker.calm_steps import CalmSteps
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.device import (
     TORCH_DTYPES,
@@ -85,6 +85,7 @@ class Runner:
         self._grammars = GrammarStore(Path(config.model), vocab_size) if group.rank == 0 else None
         self._sampler = Sampler(vocab_size, device, self._grammars, choose_sampling(kernels))
         self._selector = Selector(group, self._sampler, self._searches, shard, config.chunk_size)
+        self._calm = CalmSteps(self._batches, decoder, self._selector, config.epoch)
         # The states are the same on every rank, so one is enough.
         self._pooler = Pooler() if group.rank == 0 else None
         self.adapters = AdapterStore(
@@ -183,6 +184,7 @@ class Runner:
         """
         if self.copier is None:
             raise WorkerConfigError("no layers are traced without a host pool")
+        self._calm.settle()
         return self.copier.start_trace(length)
 
     def compile_grammar(self, request: CompileGrammar) -> None:
@@ -251,6 +253,24 @@ class Runner:
             self.copier.settle()
         return result
 
+    def go_on(self, plan: StepPlan, report: Callable[[StepResult], None]) -> bool:
+        """Run and report a calm step, if the plan is that of one; return whether it is. To be called in inference
+        mode.
+
+        Whether copies have failed is not looked at, and nothing of the pools is taken into use.
+        """
+        launched = self.launched
+        if not self._calm.takes(plan, launched.step + 1):
+            return False
+        started, counters = time.perf_counter_ns(), self.kernels.counters
+        plans, read = counters.decode_plans, counters.decode_bytes_read
+        batch, selection = self._calm.step()
+        launched.step = plan.step
+        if self._group.rank == 0:
+            counted = counters.decode_plans - plans, counters.decode_bytes_read - read
+            report(self._result(plan, counted, batch, selection, started))
+        return True
+
     @in_inference_mode
     def launch(self, plan: StepPlan) -> None:
         """Run one step, or launch it where its tokens can stay on the device; `launched` has the result.
@@ -263,7 +283,12 @@ class Runner:
         """
         started, launched = time.perf_counter_ns(), self.launched
         counters = self.kernels.counters
-        plans_before, bytes_before = counters.decode_plans, counters.decode_bytes_read
+        before = counters.decode_plans, counters.decode_bytes_read
+        if self.go_on(plan, launched.add_result):
+            if self._group.rank != 0:
+                launched.add_result(None)
+            return
+        self._calm.settle()
         self._check_order(plan)
         launched.make_room()
         # Drafts stand behind the newest tokens; copies may take blocks that running steps still read.
@@ -279,33 +304,51 @@ class Runner:
         if not takes_draws or batch.guesses is not None:
             launched.read_all()
             selection = self._select(batch, gate, replayed, takes_draws=takes_draws)
+        counted = counters.decode_plans - before[0], counters.decode_bytes_read - before[1]
         result = None
-        if self._group.rank == 0:
-            result = StepResult(
-                step=plan.step,
-                epoch=plan.epoch,
-                tokens=b"",
-                elapsed_us=0,
-                plan_copies=counters.decode_plans - plans_before,
-                kv_bytes_read=counters.decode_bytes_read - bytes_before,
-                replayed=int(replayed is not None),
-            )
         if replayed is not None and selection is None:
+            if self._group.rank == 0:
+                result = StepResult(plan.step, plan.epoch, b"", 0, None, *counted, replayed=1)
             launched.add(LaunchedStep.of(replayed, batch.samples, result, started))
         elif selection is not None:
-            waited_us = gate.waited_ns // 1000 if gate else 0
-            launched.add_result(result and self._ended(result, batch, selection, waited_us), started)
+            if self._group.rank == 0:
+                waited_us, replays = gate.waited_ns // 1000 if gate else 0, replayed is not None
+                result = self._result(plan, counted, batch, selection, started, waited_us, replayed=replays)
+            launched.add_result(result)
+            if replayed is None and (gate is None or gate.is_open) and not self._searches.search_of:
+                self._calm.begin(batch, selection)
 
-    def _ended(self, result: StepResult, batch: ForwardBatch, selection: Selection, waited_us: int) -> StepResult:
-        """Return the result of a step with what it chose."""
-        return msgspec.structs.replace(
-            result,
-            tokens=pack_int32(selection.tokens),
-            logprobs=selection.logprobs,
+    def _result(
+        self,
+        plan: StepPlan,
+        counted: tuple[int, int],
+        batch: ForwardBatch,
+        selection: Selection,
+        started_ns: int,
+        waited_us: int = 0,
+        *,
+        replayed: bool = False,
+    ) -> StepResult:
+        """Return the result of a step that has ended.
+
+        Args:
+            counted: decode plans that the kernels made in it, and bytes that they read.
+        """
+        moved = self.copier.take_moved() if self.copier is not None else (0, 0)
+        return StepResult(
+            plan.step,
+            plan.epoch,
+            pack_int32(selection.tokens),
+            self.launched.took_us(started_ns),
+            selection.logprobs,
+            *counted,
             beams=selection.beams,
             prompt_logprobs=selection.prompt_logprobs,
+            moved_us=moved[0],
+            moved_blocks=moved[1],
             waited_us=waited_us,
             forced=self._grammars.foretell(batch.samples) if self._grammars is not None else None,
+            replayed=int(replayed),
         )
 
     def _replay(self, batch: ForwardBatch, gate: StepGate | None) -> ReplayedStep | None:

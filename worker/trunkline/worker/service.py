@@ -286,14 +286,23 @@ def _loop(
     report_status(config.status_path, "ready", epoch=config.epoch)
     started, next_ready = False, 0.0
     ahead = MemoryAhead(runner.pool, None if runner.copier is None else runner.copier.host)
+    is_calm, prepares, patience_ms = False, False, 0
     while True:
-        now = time.monotonic()
-        if not started and now >= next_ready:
-            link.offer(ready)
-            next_ready = now + _READY_EVERY_S
-        runner.launched.report_ended(link.report)
-        poll_ms = _COMPILING_POLL_MS if runner.is_preparing else ahead.patience_ms(_POLL_MS)
-        message = link.receive(runner.launched.patience_ms(poll_ms))
+        # Between two calm steps both processors wait for this loop, so nothing that can wait is done there. Other
+        # steps come before long: a row begins a block, if nothing else happens.
+        if not is_calm:
+            now = time.monotonic()
+            if not started and now >= next_ready:
+                link.offer(ready)
+                next_ready = now + _READY_EVERY_S
+            runner.launched.report_ended(link.report)
+            prepares = runner.is_preparing
+            poll_ms = _COMPILING_POLL_MS if prepares else ahead.patience_ms(_POLL_MS)
+            patience_ms = runner.launched.patience_ms(poll_ms)
+        message = link.receive(patience_ms)
+        is_calm = isinstance(message, StepPlan) and not prepares and _go_on(message, link, runner, traces)
+        if is_calm:
+            continue
         started |= message is not None and not isinstance(message, Welcome)  # which may come twice
         if isinstance(message, StepPlan):
             began = time.monotonic()
@@ -328,3 +337,13 @@ def _loop(
         runner.check()
         for report in runner.reports():
             link.report(report)
+
+
+def _go_on(plan: StepPlan, link: Link, runner: Runner, traces: StepTraces) -> bool:
+    """Run and report a calm step, if the plan is that of one; return whether it is."""
+    began = time.monotonic()
+    if not runner.go_on(plan, link.report):
+        return False
+    if traces.is_on:
+        traces.step(plan, began, time.monotonic())
+    return True

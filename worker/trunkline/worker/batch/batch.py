@@ -172,6 +172,11 @@ class BatchBuilder:
         self._had_prefill_samples = False
         self._had_drafts = False
 
+    @property
+    def live(self) -> LivePlanner | None:
+        """What keeps the decode rows, if the kernels execute live plans."""
+        return self._decode if isinstance(self._decode, LivePlanner) else None
+
     def build(self, plan: StepPlan) -> ForwardBatch:
         """Return the batch of a plan whose leaves, joins and blocks have been applied.
 

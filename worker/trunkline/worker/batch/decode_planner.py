@@ -196,6 +196,17 @@ class LivePlanner:
         self._fresh.clear()
         self.plan.go_on(changes, len(self._rows))
 
+    @property
+    def calm_steps(self) -> int:
+        """Number of steps of the same rows that can follow before a row begins a block."""
+        return self._chunk_size - 1 - int((self.slots % self._chunk_size).max()) if self._same_rows else 0
+
+    def went_on(self, steps: int) -> None:
+        """Note that so many steps of the same rows were made without `step`, within their blocks. The plan has
+        followed."""
+        for counts in (self._lengths, self.positions, self.slots):
+            counts += np.int32(steps)
+
     def _arrange(self, rows: list[BatchSequence], lengths: Int32Array) -> list[int]:
         """Take these rows instead of the present ones, and return what that changes. Rows of one sequence stand
         side by side, the shortest first."""

@@ -16,10 +16,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from trunkline.kernels.cpu_program import CpuProgram
 from trunkline.kernels.large_pages import advise_large_pages
+from trunkline.kernels.live_plan import LiveDecodePlan
 from trunkline.kernels.load import load_program
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kvstore.chunk_format import ChunkFormat
+from trunkline.kvstore.chunks import Int32Array
 from trunkline.worker.batch.batch import ForwardBatch
 from trunkline.worker.model.model_config import Shard
 from trunkline.worker.model.step_program import compile_step
@@ -80,7 +83,28 @@ class Decoder:
             runner.run(start, end)
         except COLLECTIVE_ERRORS as error:  # of native code that sums over ranks
             raise of_collective(error, self._group.backend) from error
-        return runner.value(program.logits) if rows else None
+        return self.logits if rows else None
+
+    @property
+    def logits(self) -> Tensor:
+        """The logits of the last step, which had some."""
+        return self.runner.value(self.program.logits)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether `go_on` may follow the last step (`CpuProgram.goes_on`)."""
+        return isinstance(self.runner, CpuProgram) and self.runner.goes_on
+
+    def go_on(self, plan: LiveDecodePlan, ids: Int32Array) -> None:
+        """Compute the step of the same rows behind the last one, as `CpuProgram.go_on` says. Its logits are where
+        those of the last one were."""
+        runner = self.runner
+        assert isinstance(runner, CpuProgram)
+        try:
+            runner.go_on(plan, ids)
+            runner.run(0, len(self.program.ops))
+        except COLLECTIVE_ERRORS as error:
+            raise of_collective(error, self._group.backend) from error
 
     def _run_gated(self, gate: StepGate) -> int:
         """Run the layers with a gate before and behind each one's KV; return the number of ops that have run."""
