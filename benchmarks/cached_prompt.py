@@ -6,7 +6,8 @@
 
 Runs `trunkline serve` of each program (default: this environment's) with one worker, all at once, and asks them by
 turns, one request at a time, over one connection that stays open. A round sends a new prompt to each, then the
-same with another last token (measured), and then with a third one, from which it decodes (measured, too). The
+same with another last token (measured), and then with a third one, from which it decodes (measured, too: what its
+first token has of its own is that the next step begins beside it, and that its end does not come with it). The
 client is a plain socket, because a client library takes milliseconds of the same processors. CPU time is the
 kernel's count, as in token_cpu.py, and has what a request costs behind its last token. With `--pause 0` a request
 comes straight behind the one before, and what servers still do for that one is in its time. With `--stages` the
@@ -132,6 +133,7 @@ def measured(
     step = median(after - at for at, after in pairwise(stream[1:]))
     parts = traces.stages(trace, sent_ns, first) if traces else {}
     times = {"first token": 1e3 * first, "decode step": 1e3 * step, "beyond a step": 1e3 * (first - step)}
+    times |= {"first of many": 1e3 * stream[0], "first of many, beyond a step": 1e3 * (stream[0] - step)}
     return {**times, **parts, **spent}
 
 

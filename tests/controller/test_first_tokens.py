@@ -68,6 +68,23 @@ def test_rows_that_go_on_get_their_plan_before_the_end_of_another_is_told() -> N
     assert halves.engine.scheduler.running_count == 1
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_first_tokens_leave_before_the_next_plan_if_workers_have_a_step_to_compute(is_ahead: bool) -> None:
+    halves = Halves()
+    halves.send(1, 50)
+    if is_ahead:
+        assert halves.engine.step([], 0.0).plan is not None
+    begun = halves.begin([5])
+    rest = halves.engine.finish(begun, 0.0)
+    assert begun.outputs is not None
+    assert begun.outputs.tokens[0].tolist() == [5]
+    assert (begun.plan is None) == is_ahead
+    assert (rest.plan is None) != is_ahead
+    following = halves.begin([6])  # of a later token workers and clients hear as ever
+    assert following.plan is not None
+    assert following.outputs is not None
+
+
 def test_a_plan_comes_before_what_the_tiers_are_to_do() -> None:
     begun, rest = Halves().send(1, 5)
     assert begun.plan is not None

@@ -138,9 +138,11 @@ class Engine:
             except ProtocolError as error:
                 problem = str(error)
         self._calm.settle()
-        # If all requests have just got their last tokens, clients wait for these, and no worker for a plan.
+        # If all requests have just got their last tokens, clients wait for these, and no worker for a plan. Nor
+        # does one while it has another step to compute: then tokens behind prompts leave first.
         is_last = self._requests.only_end and not self.scheduler.encoding.is_working
-        if not (self.is_away or problem or is_last):
+        is_first = bool(self._inflight) and self._requests.has_answered_prompt
+        if not (self.is_away or problem or is_last or is_first):
             self._requests.settle(self.scheduler)
             grammars, plan = self._requests.grammars.messages(), self._next_plan(now)
         outputs, pending = None, self._requests.pending_outputs
@@ -152,10 +154,11 @@ class Engine:
     def finish(self, begun: Ready, now: float) -> Ready:
         """Return the rest of a step: the ends of requests that are told already, and what the tiers have to do."""
         grammars, plan = list[CompileGrammar | ForgetGrammar](), begun.plan
-        can_plan, ends = not (self.is_away or begun.problem), bool(self._requests.ending)
+        can_plan = not (self.is_away or begun.problem)
+        plans = can_plan and self._requests.is_unsettled  # what `begin` has left to this half
         self._book()
         self._requests.settle(self.scheduler)
-        if can_plan and ends:
+        if plans:
             grammars, plan = self.grammars.messages(), self._next_plan(now)
             self._book()
         for sequence in self._starting:
@@ -166,7 +169,7 @@ class Engine:
         self._disk_changes.clear()
         ready = Ready(
             grammars=grammars,
-            plan=plan if ends else None,
+            plan=plan if plans else None,
             disk_changes=disk_changes,
             orders=orders,
             outputs=None if self.holds_starts else self.take_outputs(),

@@ -105,6 +105,16 @@ class RequestTable:
         """Whether there are requests, and all of them are `ending`."""
         return len(self.ending) == len(self.groups) > 0
 
+    @property
+    def has_answered_prompt(self) -> bool:
+        """Whether a step that computed a part of a prompt was answered since `settle`."""
+        return any(step.prefill_tokens for step, _ in self.answered)
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether a result came since `settle`."""
+        return bool(self.answered)
+
     def abort(self, scheduler: Scheduler, request_id: int, sample: int, now: float) -> None:
         """End a request, or one sample of it; -1: all."""
         group = self.groups.get(request_id)

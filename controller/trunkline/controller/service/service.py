@@ -5,8 +5,9 @@
     signals, deadlines ┘                          └─► outputs (ROUTER), log
 
 A turn of the loop collects what has arrived as events, gives them to `Engine.step`, and does what its `Ready` says
-in the order of its fields: when a result arrives, the next plan goes out before the outputs do. An idle loop
-sleeps in `poll`; it wakes once a second to look for silent routers.
+in the order of its fields: when a result arrives, the next plan goes out before the outputs do, but behind first
+tokens while workers have another step to compute. An idle loop sleeps in `poll`; it wakes once a second to look
+for silent routers.
 """
 
 from __future__ import annotations

@@ -341,6 +341,7 @@ class Generation:
         Raises:
             ApiError: the generation failed after it had begun.
         """
+        over_at: float | None = None
         try:
             while True:
                 batch = await self._stream.next()
@@ -355,17 +356,20 @@ class Generation:
                 over = self._choices.all_over
                 if over:
                     self.outcome = next((delta.finish for delta in reversed(deltas) if delta.finish), "stop")
-                    self._metrics.end_to_end.observe(self._loop.time() - self._arrived_at)
-                    self.close()  # at once: after a stop string the engine must not work while the client reads
+                    over_at = self._loop.time()
+                    if end is None:
+                        self.close()  # after a stop string the engine must not work while the client reads
                 for delta in deltas:
                     if delta.stop is not None and not over:
                         self._stream.drop_sample(delta.index)
                     yield delta
-                if over:
+                if over:  # the last piece has left for the client, and what is counted comes behind it
                     return
                 if end is not None:
                     raise error or unavailable("the engine ended a search without results", code="engine_failed")
         finally:
+            if over_at is not None:
+                self._metrics.end_to_end.observe(over_at - self._arrived_at)
             self.close()
 
     def write_to(self, outlet: Outlet, encode: Callable[[Delta], bytes]) -> None:
