@@ -43,7 +43,8 @@ from trunkline.worker.batch.batch import ForwardBatch, ScoredPrompt
 from trunkline.worker.model.checkpoint import load_weights
 from trunkline.worker.model.decoder import Decoder, make_kv_pool
 from trunkline.worker.model.families import check_model
-from trunkline.worker.model.model_config import ModelConfig, Shard
+from trunkline.worker.model.model_config import ModelConfig
+from trunkline.worker.model.shard import Shard
 from trunkline.worker.model.weights import MlpWeights
 from trunkline.worker.tensor_parallel import TensorParallel
 

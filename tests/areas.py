@@ -61,7 +61,8 @@ AREAS: Final[dict[str, tuple[str, ...]]] = {
         *("controller/trunkline/controller/service/*", "router/trunkline/router/streams/*", "runtime/*"),
         *(
             *("worker/trunkline/worker/service.py", "worker/trunkline/worker/link.py"),
-            "worker/trunkline/worker/tensor_parallel.py",
+            *("worker/trunkline/worker/tensor_parallel.py", "worker/trunkline/worker/rendezvous.py"),
+            "worker/trunkline/worker/collective_errors.py",
             "deploy/trunkline/deploy/*",
         ),
         *("kvstore/trunkline/kvstore/records/*", "router/trunkline/router/stores/*"),

@@ -10,7 +10,7 @@ import pytest
 from router.harness import DEMO_MODEL, VOCAB_SIZE
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from trunkline.router.text import chat_template
+from trunkline.router.text import template_limits
 from trunkline.router.text.chat_template import ChatRenderer, ChatTemplate, ChatTemplateError
 from trunkline.router.text.tokenizer import SamplingDefaults, Tokenizer, read_model_files
 from trunkline.router.text.tool_styles import ToolStyle
@@ -378,7 +378,7 @@ RUNAWAY = {
 @pytest.mark.parametrize("source", RUNAWAY.values(), ids=RUNAWAY)
 def test_templates_that_run_away_are_ended(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After so many steps, not after some time; the error names what is at fault."""
-    monkeypatch.setattr(chat_template, "STEPS_MAX", 100_000)
+    monkeypatch.setattr(template_limits, "STEPS_MAX", 100_000)
     with pytest.raises(ChatTemplateError, match="chat template"):
         ChatTemplate(source, SPECIAL).render(CONVERSATION)
 
@@ -388,7 +388,7 @@ def test_long_conversations_take_few_steps() -> None:
     template = ChatTemplate(TEMPLATES["headers"], SPECIAL)
     turns = [CONVERSATION[0], *([*CONVERSATION[1:3]] * 8000), CONVERSATION[-1]]
     for _ in range(2):
-        with chat_template.counted():
+        with template_limits.counted():
             assert template.render(turns)
 
 

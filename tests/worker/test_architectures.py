@@ -25,8 +25,8 @@ from trunkline.worker.loading import load_runner
 from trunkline.worker.messages import Sampling
 from trunkline.worker.model.checkpoint import load_weights
 from trunkline.worker.model.families import check_model
-from trunkline.worker.model.model_config import Shard
 from trunkline.worker.model.parallelism import check_parallelism
+from trunkline.worker.model.shard import Shard
 from trunkline.worker.model.tensor_index import read_tensor_index
 from trunkline.worker.model.weights import ExpertWeights, MlpWeights, Weights
 

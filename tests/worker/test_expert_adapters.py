@@ -35,7 +35,7 @@ from trunkline.worker.model.adapter_experts import find_stack
 from trunkline.worker.model.adapter_weights import load_adapter
 from trunkline.worker.model.adapters import WEIGHTS_FILE, read_adapter
 from trunkline.worker.model.families import read_model_config
-from trunkline.worker.model.model_config import Shard
+from trunkline.worker.model.shard import Shard
 
 BOTH: Final = ("gate_up_proj", "down_proj")
 ROUTERS: Final = ("gate", "router")

@@ -26,9 +26,9 @@ from trunkline.worker.loading import load_runner
 from trunkline.worker.model.checkpoint import load_weights
 from trunkline.worker.model.families import check_model
 from trunkline.worker.model.float8_files import Float8Scheme
-from trunkline.worker.model.model_config import Shard
 from trunkline.worker.model.packed_files import packed_matrices, read_scheme
 from trunkline.worker.model.packed_weights import read_float8
+from trunkline.worker.model.shard import Shard
 from trunkline.worker.model.tensor_index import has_blocks, read_tensor_index
 
 BLOCKS: Final[dict[str, Any]] = {

@@ -34,7 +34,7 @@ from trunkline.worker.model.gguf.container import TYPES, read_gguf
 from trunkline.worker.model.gguf.folder import describe, parts_of, stem_of
 from trunkline.worker.model.gguf.names import DENSE_TYPES, read_stored
 from trunkline.worker.model.gguf.weights import GgufSlices
-from trunkline.worker.model.model_config import Shard
+from trunkline.worker.model.shard import Shard
 
 WIDE: Final[dict[str, Any]] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 """Rows of whole blocks of 256 values."""

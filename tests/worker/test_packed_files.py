@@ -22,9 +22,9 @@ from trunkline.worker.errors import CheckpointError, UnsupportedModelError
 from trunkline.worker.loading import load_runner
 from trunkline.worker.model.checkpoint import load_weights
 from trunkline.worker.model.families import check_model
-from trunkline.worker.model.model_config import Shard
 from trunkline.worker.model.packed_files import packed_matrices, read_scheme
 from trunkline.worker.model.packed_weights import read_packed
+from trunkline.worker.model.shard import Shard
 from trunkline.worker.model.tensor_index import has_blocks, read_tensor_index
 
 SHAPE: Final[dict[str, Any]] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}

@@ -14,8 +14,9 @@ from worker.ranks import run_ranks
 
 from trunkline.kernels.native import ISA_VARIABLE, LIBRARY_VARIABLE, library
 from trunkline.kernels.shared_group import CollectiveMismatchError, PeerGoneError
+from trunkline.worker.collective_errors import of_collective
 from trunkline.worker.errors import PeerLostError, WorkerConfigError, WorkerError
-from trunkline.worker.tensor_parallel import TensorParallel, of_collective
+from trunkline.worker.tensor_parallel import TensorParallel
 
 needs_library = pytest.mark.skipif(library() is None, reason="the compiled kernels are not installed")
 

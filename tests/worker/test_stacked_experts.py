@@ -21,8 +21,8 @@ from trunkline.worker.errors import CheckpointError
 from trunkline.worker.loading import load_runner
 from trunkline.worker.model.checkpoint import load_weights
 from trunkline.worker.model.families import check_model
-from trunkline.worker.model.model_config import Shard
 from trunkline.worker.model.packed_weights import read_mxfp4
+from trunkline.worker.model.shard import Shard
 from trunkline.worker.model.stacked_experts import MemberKind, members
 from trunkline.worker.model.tensor_index import has_blocks, read_tensor_index
 

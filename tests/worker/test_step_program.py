@@ -36,7 +36,7 @@ from trunkline.worker.messages import Sampling
 from trunkline.worker.model.checkpoint import load_weights
 from trunkline.worker.model.decoder import Decoder, make_kv_pool
 from trunkline.worker.model.families import check_model
-from trunkline.worker.model.model_config import Shard
+from trunkline.worker.model.shard import Shard
 from trunkline.worker.runner import Runner
 from trunkline.worker.tensor_parallel import TensorParallel
 

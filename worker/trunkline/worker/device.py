@@ -39,10 +39,10 @@ from trunkline.kernels.ops import Kernels
 from trunkline.kernels.reference_sampling import ReferenceSampling
 from trunkline.kernels.sampling import SamplingOps
 from trunkline.kvstore.chunks import blocks_for, pack_int32
+from trunkline.worker.collective_errors import words_of
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.errors import WorkerConfigError, WorkerError
 from trunkline.worker.messages import Join, Sampling, StepPlan
-from trunkline.worker.tensor_parallel import words_of
 
 TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

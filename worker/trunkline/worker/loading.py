@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from trunkline.worker.collective_errors import of_loading
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.device import (
     TORCH_DTYPES,
@@ -26,11 +27,11 @@ from trunkline.worker.errors import WorkerConfigError
 from trunkline.worker.model.checkpoint import Progress, load_weights
 from trunkline.worker.model.decoder import Decoder
 from trunkline.worker.model.families import check_model
-from trunkline.worker.model.model_config import Shard
+from trunkline.worker.model.shard import Shard
 from trunkline.worker.pool_memory import PoolMaker, make_copier
 from trunkline.worker.runner import Runner
 from trunkline.worker.step_graphs import CudaGraphs, GraphMaker
-from trunkline.worker.tensor_parallel import TensorParallel, of_loading
+from trunkline.worker.tensor_parallel import TensorParallel
 from trunkline.worker.tiers.copy_lane import CopyOptions
 
 Connect = Callable[[WorkerConfig, torch.device], TensorParallel]

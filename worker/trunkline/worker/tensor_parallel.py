@@ -1,4 +1,4 @@
-"""Tensor parallelism: how the ranks of a group meet, their collectives, and what goes wrong in these.
+"""Tensor parallelism: how the ranks of a group join it, and their collectives.
 
 One controller decides, the ranks compute shards as Megatron does (PagedAttention §4.6). There are three ways to
 move the numbers, chosen when the group meets, the same on every rank:
@@ -8,49 +8,30 @@ move the numbers, chosen when the group meets, the same on every rank:
 - NCCL for GPUs, except that messages of up to a few megabytes are summed through memory that all GPUs read, where
   each can read the others' (`trunkline.worker.symmetric_sums`).
 
-A group of one needs none of them.
-
-Ranks of several hosts meet at the address of `WorkerConfig.rendezvous`, where rank 0 listens, anew in every epoch.
-What they write there has the epoch's number as prefix, so that a process of an earlier epoch never meets ranks of
-this one. The collectives' own connections go through the network interface by which this host reaches that
-address. None of this is encrypted or authenticated: any host that reaches these ports can harm the group. So only
-the hosts of one group may reach the network between them (docs/nodes.md).
-
-Errors of NCCL, gloo and CUDA become this worker's exceptions; their own words are kept:
-
-      never works, however often it is tried     WorkerConfigError   exit code 2: the cluster ends
-      another rank, or the way to it, is gone    PeerLostError       this rank leaves and is started again
-      a failure of this rank's own               WorkerError         this rank leaves; the controller hears why
+A group of one needs none of them. `rendezvous` says where ranks of several hosts meet, `collective_errors` what
+errors mean.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
-import re
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeVar
-from urllib.parse import urlsplit
 
-import psutil
 import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trunkline.kernels.native import NativeLibraryError, chosen_level
-from trunkline.kernels.shared_group import (
-    CollectiveMismatchError,
-    GroupFileError,
-    PeerGoneError,
-    SharedGroup,
-    create_file,
-)
+from trunkline.kernels.shared_group import GroupFileError, SharedGroup, create_file
+from trunkline.worker.collective_errors import COLLECTIVE_ERRORS, hopeless, of_collective, of_peers, words_of
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.errors import PeerLostError, WorkerConfigError, WorkerError
+from trunkline.worker.errors import WorkerError
+from trunkline.worker.rendezvous import choose_interface, open_store
 from trunkline.worker.symmetric_sums import TYPES, SymmetricSums, may_share_gpus, place_of, why_apart
 
 _TIMEOUT: Final = datetime.timedelta(minutes=5)
@@ -61,22 +42,8 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 """File with an id that is the same for all processes on one kernel, in whatever container they run."""
 
 _T = TypeVar("_T")
-COLLECTIVE_ERRORS: Final = (PeerGoneError, CollectiveMismatchError)
-"""What native code raises that sums over ranks; `of_collective` says what it means here."""
 
 log = structlog.get_logger()
-
-
-@contextmanager
-def _peers(backend: str) -> Iterator[None]:
-    """Turn errors of a backend into ours; nothing but the backend's call belongs inside."""
-    try:
-        yield
-    except RuntimeError as error:
-        translated = of_collective(error, backend)
-        if translated is error:
-            raise
-        raise translated from error
 
 
 class TensorParallel:
@@ -189,7 +156,7 @@ class TensorParallel:
         elif self._symmetric is not None and self._symmetric.add(tensor):
             return tensor
         elif self.backend != "none":
-            with self._in_place(tensor) as operand, _peers(self.backend):
+            with self._in_place(tensor) as operand, of_peers(self.backend):
                 dist.all_reduce(operand)
         return tensor
 
@@ -204,10 +171,10 @@ class TensorParallel:
             return tensor[None]
         operand = self._operand(tensor)
         if self._shared is not None:
-            with _peers(self.backend):
+            with of_peers(self.backend):
                 return self._shared.all_gather(operand)
         parts = [torch.empty_like(operand) for _ in range(self.size)]
-        with _peers(self.backend):
+        with of_peers(self.backend):
             dist.all_gather(parts, operand)
         return torch.stack(parts).to(self.device)
 
@@ -217,20 +184,20 @@ class TensorParallel:
             return tensor
         operand = self._operand(tensor)
         if self._shared is not None:
-            with _peers(self.backend):
+            with of_peers(self.backend):
                 return self._shared.gather_columns(operand)
         parts = [torch.empty_like(operand) for _ in range(self.size)] if self.rank == 0 else None
-        with _peers(self.backend):
+        with of_peers(self.backend):
             dist.gather(operand, parts, dst=0)
         return torch.cat(parts, dim=1).to(self.device) if parts is not None else None
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` in place with the tensor of rank 0; it must be contiguous and is returned."""
         if self._shared is not None:
-            with _peers(self.backend):
+            with of_peers(self.backend):
                 self._shared.broadcast(tensor)
         elif self.backend != "none":
-            with self._in_place(tensor) as operand, _peers(self.backend):
+            with self._in_place(tensor) as operand, of_peers(self.backend):
                 dist.broadcast(operand, src=0)
         return tensor
 
@@ -327,7 +294,7 @@ def _join_symmetric_sums(group: TensorParallel, dtype: str) -> tuple[SymmetricSu
 def _exchange(value: _T, size: int, backend: str = "gloo") -> list[_T]:
     """Return every rank's value, by rank."""
     values: list[_T] = [value] * size
-    with _peers(backend):
+    with of_peers(backend):
         dist.all_gather_object(values, value)
     return values
 
@@ -343,150 +310,3 @@ def _native_problem() -> str:
 
 def _first_problem(problems: list[str]) -> str:
     return next((f"on rank {rank} {problem}" for rank, problem in enumerate(problems) if problem), "")
-
-
-_ANY: Final = "0.0.0.0"
-_ELSEWHERE: Final = "192.0.2.1"
-"""Address of an imaginary other host, reserved for documentation: the route to it is the route to any other host.
-Nothing is sent."""
-_INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
-
-def open_store(config: WorkerConfig, timeout: datetime.timedelta) -> dist.distributed_c10d.Store:
-    """Return the store by which the ranks of an epoch exchange addresses. Waits for rank 0.
-
-    Raises:
-        WorkerError: Rank 0 does not answer within the timeout, or cannot listen there.
-    """
-    host, port = _address(config.rendezvous)
-    try:
-        descriptor = None
-        if config.rank == 0:
-            # An own socket, because torch's would listen on all addresses of the host.
-            descriptor = socket.create_server((host, port)).detach()
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1" if host == _ANY else host,
-            port,
-            is_master=config.rank == 0,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=descriptor,
-        )
-    except (OSError, RuntimeError) as error:
-        raise WorkerError(
-            f"rank {config.rank} cannot meet the others at {config.rendezvous} (the group's port + 4): {error}"
-        ) from error
-    return dist.PrefixStore(f"epoch-{config.epoch}", store)  # type: ignore[attr-defined]
-
-
-def choose_interface(config: WorkerConfig) -> None:
-    """Let the collectives use the interface that leads to the other hosts, unless the environment names one."""
-    host, port = _address(config.rendezvous)
-    address = _own_address(_ELSEWHERE if host == _ANY else host, port)
-    name = interface_of(address) if address else ""
-    if not name and host == _ANY:  # no default route
-        name = next((other for other in sorted(psutil.net_if_addrs()) if other != "lo"), "")
-    if name:
-        for variable in _INTERFACE_VARIABLES:
-            os.environ.setdefault(variable, name)
-
-
-def interface_of(address: str) -> str:
-    """Return the name of the interface with this address; "" if there is none."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(found.address == address for found in addresses):
-            return str(name)
-    return ""
-
-
-def _own_address(host: str, port: int) -> str:
-    """Return this host's own address on the route to another host; "" if there is no route."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
-            trial.connect((host, port))  # looks up the route, sends nothing
-            address, _ = trial.getsockname()
-            return str(address)
-    except OSError:
-        return ""
-
-
-def _address(rendezvous: str) -> tuple[str, int]:
-    parts = urlsplit(rendezvous)
-    if not parts.hostname or not parts.port:
-        raise WorkerError(f"rendezvous is {rendezvous!r}; ranks of several hosts meet at tcp://HOST:PORT")
-    return parts.hostname, parts.port
-
-
-_TEXT_MAX: Final = 600
-"""Largest number of characters of a backend's text that is kept: the first ones say what happened, more would be
-stack frames."""
-_SOURCE: Final = re.compile(r"(?:NCCL error in: )?\[?\S*/\S+\.(?:cpp|cc|cu|cuh|h|hpp):\d+\]?,?\s*")
-_STACK: Final = re.compile(
-    r"\n(?:Exception raised from|C\+\+ CapturedTraceback|frame #\d|CUDA kernel errors might be asynchronously).*",
-    re.DOTALL,
-)
-
-_REMEDIES: Final = {
-    "Duplicate GPU detected": "two ranks of a group use one GPU, which NCCL refuses; give each rank a GPU of its "
-    "own (a smaller --tp, or other CUDA_VISIBLE_DEVICES)",
-    "ncclInvalidUsage": "NCCL cannot form this group; NCCL_DEBUG=WARN makes it say more",
-    "ncclInvalidArgument": "NCCL cannot form this group; NCCL_DEBUG=WARN makes it say more",
-    "no kernel image is available": "torch or the CUDA kernels were built for other GPUs than this one; install "
-    "builds for its compute capability",
-    "invalid device ordinal": "there is no GPU of this index; check CUDA_VISIBLE_DEVICES",
-    "no CUDA-capable device": "no GPU is visible; check CUDA_VISIBLE_DEVICES and the driver",
-    "driver version is insufficient": "the driver is older than the CUDA that torch was built for; install a "
-    "newer driver or an older torch",
-    "compiled with an unsupported toolchain": "the driver is older than the CUDA that compiled the kernels; "
-    "install a newer driver",
-}
-"""Advice for the operator, by words of errors that will come again however often the process is started."""
-
-
-def words_of(error: BaseException) -> str:
-    """Return the text of a backend's error in one line, without places in its sources and without stack frames."""
-    text = _SOURCE.sub("", _STACK.sub("", str(error)))
-    text = " ".join(text.split())
-    return text if len(text) <= _TEXT_MAX else f"{text[:_TEXT_MAX]}…"
-
-
-def hopeless(error: BaseException) -> WorkerConfigError | None:
-    """Return the error as that of a configuration that can never work; None if a new start may succeed."""
-    text = str(error)
-    for words, remedy in _REMEDIES.items():
-        if words in text:
-            return WorkerConfigError(f"{remedy}. The error was: {words_of(error)}")
-    return None
-
-
-def of_collective(error: RuntimeError, backend: str) -> Exception:
-    """Return the worker's exception for what a collective raised; the error itself if it is about no other rank.
-
-    Args:
-        backend: "shared", "gloo" or "nccl".
-    """
-    if isinstance(error, CollectiveMismatchError):
-        return WorkerError(str(error))
-    if isinstance(error, PeerGoneError):
-        return PeerLostError(str(error))
-    is_nccl = isinstance(error, dist.DistError)
-    if is_nccl and (found := hopeless(error)) is not None:
-        return found
-    if is_nccl and "ncclUnhandledCudaError" in str(error):
-        return WorkerError(f"CUDA failed inside NCCL on this rank: {words_of(error)}")
-    # Gloo has no type of its own for what goes wrong between ranks.
-    if is_nccl or backend == "gloo":
-        return PeerLostError(
-            f"another rank of the group is gone or cannot be reached ({backend}: {words_of(error)})"
-        )
-    return error
-
-
-def of_loading(error: RuntimeError) -> WorkerError | None:
-    """Return the worker's exception for an error of CUDA or torch while a rank was loading; None for other errors.
-
-    Memory that is missing may be there the next time: another process may just be ending.
-    """
-    if isinstance(error, torch.OutOfMemoryError):
-        return WorkerError(f"the GPU has not enough free memory to load the model: {words_of(error)}")
-    return hopeless(error)

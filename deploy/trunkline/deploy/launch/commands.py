@@ -20,11 +20,12 @@ from rich.console import Console
 
 from trunkline.deploy.errors import DeployError, UserError
 from trunkline.deploy.launch import cluster_files
+from trunkline.deploy.launch.changes import ENDED, Decision
 from trunkline.deploy.launch.cluster_files import Launched, Loaded, launched, launched_from
 from trunkline.deploy.launch.fileformat import Host
 from trunkline.deploy.launch.hosts import Connection, HostError, Hosts, describe
 from trunkline.deploy.launch.launcher import Launcher, stop_all
-from trunkline.deploy.launch.plan import ENDED, MEMBERS, Decision, Plan
+from trunkline.deploy.launch.plan import MEMBERS, Plan
 from trunkline.deploy.launch.protocol import HostFacts, LogLine, Logs, Place, UnitState
 from trunkline.deploy.launch.resources import Facts
 from trunkline.deploy.launch.view import (

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from trunkline.deploy.errors import DeployError
+from trunkline.deploy.launch.changes import ENDED, Decision, decide
 from trunkline.deploy.launch.hosts import HostError, Hosts
-from trunkline.deploy.launch.plan import ENDED, Decision, Plan, Unit, decide
+from trunkline.deploy.launch.plan import Plan, Unit
 from trunkline.deploy.launch.protocol import (
     Begin,
     CheckPorts,

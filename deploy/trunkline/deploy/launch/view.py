@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from trunkline.deploy.config.option_values import format_duration
+from trunkline.deploy.launch.changes import Decision
 from trunkline.deploy.launch.hosts import describe
-from trunkline.deploy.launch.plan import Decision, Plan
+from trunkline.deploy.launch.plan import Plan
 from trunkline.deploy.launch.protocol import Place, UnitState
 
 _STYLES: Final = {

@@ -16,7 +16,7 @@ from trunkline.worker.errors import AdapterError
 from trunkline.worker.messages import LoadAdapter
 from trunkline.worker.model.adapter_weights import load_adapter
 from trunkline.worker.model.adapters import read_adapter
-from trunkline.worker.model.model_config import Shard
+from trunkline.worker.model.shard import Shard
 
 log = structlog.get_logger()
 

@@ -20,8 +20,9 @@ from trunkline.kernels.ops import Kernels
 from trunkline.worker.errors import AdapterError
 from trunkline.worker.model.adapter_experts import both_gates
 from trunkline.worker.model.adapters import AdaptedModule, Adapter
-from trunkline.worker.model.model_config import Mixture, Piece, Shard
+from trunkline.worker.model.model_config import Mixture
 from trunkline.worker.model.row_order import filled
+from trunkline.worker.model.shard import Piece, Shard
 
 
 class _Site(NamedTuple):

@@ -27,10 +27,11 @@ from trunkline.worker.errors import CheckpointError
 from trunkline.worker.model.architecture import NormKind
 from trunkline.worker.model.float8_files import Float8Scheme
 from trunkline.worker.model.gguf.weights import GgufSlices
-from trunkline.worker.model.model_config import LatentAttention, Mixture, Piece, Shard
+from trunkline.worker.model.model_config import LatentAttention, Mixture
 from trunkline.worker.model.packed_files import PackedMatrix
 from trunkline.worker.model.packed_weights import read_float8, read_mxfp4, read_packed
 from trunkline.worker.model.row_order import filled, reordered, stacked_rows
+from trunkline.worker.model.shard import Piece, Shard
 from trunkline.worker.model.stacked_experts import Member, MemberKind
 from trunkline.worker.model.tensor_index import find_prefix, head_name, read_tensor_index
 from trunkline.worker.model.weights import (

@@ -24,10 +24,11 @@ from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kvstore.chunk_format import ChunkFormat
 from trunkline.kvstore.chunks import Int32Array
 from trunkline.worker.batch.batch import ForwardBatch
-from trunkline.worker.model.model_config import Shard
+from trunkline.worker.collective_errors import COLLECTIVE_ERRORS, of_collective
+from trunkline.worker.model.shard import Shard
 from trunkline.worker.model.step_program import compile_step
 from trunkline.worker.model.weights import Weights
-from trunkline.worker.tensor_parallel import COLLECTIVE_ERRORS, TensorParallel, of_collective
+from trunkline.worker.tensor_parallel import TensorParallel
 from trunkline.worker.tiers.copy_lane import StepGate
 
 

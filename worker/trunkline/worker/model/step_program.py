@@ -43,8 +43,9 @@ from trunkline.kernels.program import (
 from trunkline.kernels.query_scale import Temper
 from trunkline.kernels.wide_norms import SquareSums, WideNorm
 from trunkline.worker.model.architecture import Mlp, NormKind, Residual
-from trunkline.worker.model.model_config import LayerAttention, RopeConfig, Shard
+from trunkline.worker.model.model_config import LayerAttention, RopeConfig
 from trunkline.worker.model.ropes import exact_frequencies
+from trunkline.worker.model.shard import Shard
 from trunkline.worker.model.weights import (
     ExpertNorms,
     ExpertWeights,

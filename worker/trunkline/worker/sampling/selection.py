@@ -24,7 +24,7 @@ from trunkline.kvstore.chunks import Int32Array
 from trunkline.worker.batch.batch import ForwardBatch
 from trunkline.worker.batch.draft_rows import NO_GUESS, accepted
 from trunkline.worker.batch.sequences import BatchSequence
-from trunkline.worker.model.model_config import Shard
+from trunkline.worker.model.shard import Shard
 from trunkline.worker.sampling.beams import BeamPositions, BeamSearches, report
 from trunkline.worker.sampling.sampler import LOGPROB_MIN, Sampler, draws_plainly, first_argmax, is_plain_greedy
 from trunkline.worker.tensor_parallel import TensorParallel
