@@ -16,8 +16,8 @@ from seeds import seeds
 from simulation.driver import Simulation
 from simulation.streams import Stream, verify
 
-from trunkline.controller.cache.root_keys import CUT_ROOT, drops_of
 from trunkline.controller.engine_config import EngineConfig
+from trunkline.kvstore.root_keys import CUT_ROOT, drops_of
 from trunkline.kvstore.tier import TierKind
 
 CONFIG = EngineConfig(num_blocks=60, chunk_size=CHUNK, max_context=64, token_budget=40, max_rows=8)

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from seeds import seeds
 from simulation.driver import Simulation
 
-from trunkline.controller.cache.root_keys import CUT_ROOT
+from trunkline.kvstore.root_keys import CUT_ROOT
 from trunkline.kvstore.tier import TierKind
 
 STORED = replace(TIERED, disk_slots=0, ranks=2)

@@ -17,13 +17,13 @@ from seeds import seeds
 from simulation.traffic import Mix, Traffic
 
 from trunkline.controller.cache.radix_tree import PENDING, Node, RadixTree
-from trunkline.controller.cache.root_keys import CUT_ROOT, TEXT_ROOT
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.messages import Handed, OffersCall, Ping
 from trunkline.controller.service import offers
 from trunkline.controller.service.handover import BEGIN_SECONDS, HandoverWait
 from trunkline.controller.service.offers import HOT, HOT_USES, LIST_SECONDS, LIVE, Offering, OfferList
 from trunkline.kvstore.chunks import NAME_BYTES, chunk_name
+from trunkline.kvstore.root_keys import CUT_ROOT, TEXT_ROOT
 from trunkline.router.messages import OfferedPath, Offers
 from trunkline.router.routing.handover import path_names
 from trunkline.router.routing.names import KvIdentity

@@ -21,7 +21,6 @@ from simulation.traffic import Mix, Traffic
 
 from trunkline.controller.allocation.modules import name_texts
 from trunkline.controller.cache.radix_tree import Node
-from trunkline.controller.cache.root_keys import TEXT_ROOT
 from trunkline.controller.engine.events import ExpectRequest
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine.validation import problem_of_prefetch, problem_of_submit, request_of_prefetch
@@ -34,6 +33,7 @@ from trunkline.kvstore import peers
 from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, unpack_int32
 from trunkline.kvstore.cuts import ContextCut, cut_name, pack_drops
 from trunkline.kvstore.module_names import RelocationRule
+from trunkline.kvstore.root_keys import TEXT_ROOT
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.routing.handover import path_names
 from trunkline.router.routing.names import KvIdentity

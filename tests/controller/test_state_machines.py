@@ -16,8 +16,8 @@ from hypothesis.stateful import (
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import Node
-from trunkline.controller.cache.root_keys import SALT_ROOT
 from trunkline.kvstore.chunks import TOKEN_BYTES, pack_int32
+from trunkline.kvstore.root_keys import SALT_ROOT
 
 CHUNK = 3
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=5 * CHUNK)

@@ -24,12 +24,12 @@ from simulation.peers import Network
 from simulation.streams import Stream, verify
 
 from trunkline.controller.cache.kv_events import announced_tiers
-from trunkline.controller.cache.root_keys import CUT_ROOT
 from trunkline.controller.engine.validation import problem_of_submit
 from trunkline.controller.messages import Holder, KeptChunks, Submit
 from trunkline.controller.tiers import holders
 from trunkline.kvstore import peers
 from trunkline.kvstore.chunks import unpack_int32
+from trunkline.kvstore.root_keys import CUT_ROOT
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.routing.core import Decision, RouteRequest, RoutingCore
 from trunkline.router.routing.names import KvIdentity

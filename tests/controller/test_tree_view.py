@@ -14,13 +14,13 @@ from msgspec.structs import replace
 from simulation.traffic import Mix, Traffic
 
 from trunkline.controller.cache.radix_tree import PENDING, Node
-from trunkline.controller.cache.root_keys import CUT_ROOT, PROMPT_ROOT, TEXT_ROOT
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import DescribeTree, Ping
 from trunkline.controller.service.status import ASKED_MAX, Descriptions, state_of
 from trunkline.controller.service.tree_view import TreeWalk
 from trunkline.kvstore.chunks import NAME_BYTES
+from trunkline.kvstore.root_keys import CUT_ROOT, PROMPT_ROOT, TEXT_ROOT
 from trunkline.router.messages import NodeFlag, TreeDescription
 
 CHUNK = 4

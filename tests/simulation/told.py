@@ -5,8 +5,8 @@ from __future__ import annotations
 from trunkline.controller.cache.kv_events import KvEventLog
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import Node
-from trunkline.controller.cache.root_keys import TEXT_ROOT
 from trunkline.kvstore.chunks import NAME_BYTES, NO_BLOCK, chain
+from trunkline.kvstore.root_keys import TEXT_ROOT
 
 
 def truth(tree: RadixCache) -> dict[bytes, int]:

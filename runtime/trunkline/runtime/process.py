@@ -73,8 +73,8 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def begin_collecting() -> None:
-    """Turn the garbage collector on, if it was off while modules were imported. It never visits what is there
-    already: nearly all of that stays, and one visit takes as long as the imports of a small library."""
+    """Turn the garbage collector on, if it was off while modules were imported. It never visits objects
+    that exist already: nearly all of them stay, and one visit takes as long as the imports of a small library."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()

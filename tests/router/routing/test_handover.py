@@ -10,9 +10,9 @@ from controller.offer_traffic import TRAFFIC, listed, traffic_steps
 from seeds import seeds
 from simulation.traffic import Traffic
 
-from trunkline.controller.cache.root_keys import SALT_ROOT, TEXT_ROOT
 from trunkline.controller.service.offers import HOT, LIVE
 from trunkline.kvstore.chunks import pack_int32
+from trunkline.kvstore.root_keys import SALT_ROOT, TEXT_ROOT
 from trunkline.router.messages import OfferedPath
 from trunkline.router.routing.handover import (
     ASLEEP_SECONDS,

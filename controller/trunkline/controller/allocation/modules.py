@@ -28,13 +28,13 @@ import numpy as np
 from trunkline.controller.allocation.window_match import whole_part
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import Match, Node
-from trunkline.controller.cache.root_keys import position_of
 from trunkline.controller.cache.thin_cache import ThinCache
 from trunkline.controller.messages import ModuleText, PromptLayout
 from trunkline.controller.sequences.module_prompt import CachedText, ModulePrompt
 from trunkline.controller.sequences.sequence import PrefixMatch, Sequence, SequenceGroup, Stem, TokenBuffer
 from trunkline.kvstore.chunks import OPEN_COUNT, TOKEN_BYTES, Extent, Int32Array
 from trunkline.kvstore.module_names import Ranges, RelocationRule, modules_root, pairs, prompt_root, text_names
+from trunkline.kvstore.root_keys import position_of
 from trunkline.kvstore.tier import TierKind
 
 

@@ -30,7 +30,6 @@ from trunkline.controller.allocation.modules import find_text, match_modules
 from trunkline.controller.allocation.window_match import match_thin, match_window
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import PENDING, Match, Node
-from trunkline.controller.cache.root_keys import drops_of
 from trunkline.controller.cache.thin_cache import ThinCache
 from trunkline.controller.cache.window_cache import WindowCache
 from trunkline.controller.engine_config import EngineConfig
@@ -45,6 +44,7 @@ from trunkline.controller.sequences.sequence import (
 )
 from trunkline.kvstore.chunks import ChunkName, Int32Array, blocks_for, pack_int32
 from trunkline.kvstore.cuts import PACKED_RANGE_BYTES, ContextCut, drops_within
+from trunkline.kvstore.root_keys import drops_of
 
 
 def match_prefix(tree: RadixCache, sequence: Sequence, stop: int, step: int) -> PrefixMatch | None:

@@ -18,7 +18,7 @@ hold `chunk_size` tokens; shorter ones are leaves.
       root (per prompt with modules)
        └── [64]──[23]                         own tokens of those that see the same texts at the same places
 
-This file has structure, matching and holding; `trunkline.controller.cache.root_keys` says how roots are found, and
+This file has structure, matching and holding. `trunkline.kvstore.root_keys` says how roots are found;
 `trunkline.controller.cache.radix_cache` adds where chunks are and how they leave.
 """
 
@@ -29,8 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from trunkline.controller.cache import root_keys
-from trunkline.controller.cache.root_keys import CUT_ROOT, PROMPT_ROOT, SALT_ROOT, TEXT_ROOT
+from trunkline.kvstore import root_keys
 from trunkline.kvstore.chunks import (
     NO_BLOCK,
     NO_PEER,
@@ -42,6 +41,7 @@ from trunkline.kvstore.chunks import (
     root_name,
 )
 from trunkline.kvstore.cuts import cut_name
+from trunkline.kvstore.root_keys import CUT_ROOT, PROMPT_ROOT, SALT_ROOT, TEXT_ROOT
 from trunkline.kvstore.tier import TierKind
 
 ALL_CHUNKS: Final = 1 << 62

@@ -17,8 +17,8 @@ from xxhash import xxh3_64_digest
 
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import Node
-from trunkline.controller.cache.root_keys import SALT_ROOT
 from trunkline.kvstore.chunks import NO_BLOCK, ChunkName, SlotId, chunk_name
+from trunkline.kvstore.root_keys import SALT_ROOT
 
 _LONG_AGO: Final = 1e-9
 """A time, in seconds, that has passed on any controller's clock."""

@@ -34,11 +34,11 @@ from trunkline.controller.cache.kv_events import problem_of_log
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import PENDING, Node
 from trunkline.controller.cache.reader_cache import ReaderCache
-from trunkline.controller.cache.root_keys import SALT_ROOT
 from trunkline.controller.cache.thin_cache import ThinCache
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.sequence import Phase, Sequence
 from trunkline.kvstore.chunks import BlockId, chunk_name
+from trunkline.kvstore.root_keys import SALT_ROOT
 from trunkline.kvstore.tier import TierKind
 
 

@@ -15,13 +15,13 @@ from typing import Final
 import numpy as np
 
 from trunkline.controller.allocation.kv_manager import KVCacheManager
-from trunkline.controller.cache.root_keys import SALT_ROOT
 from trunkline.controller.scheduling.fair_queue import FairQueue
 from trunkline.controller.sequences.decode_rows import Int64Array
 from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import CacheReport, Phase, Sequence, SequenceGroup
 from trunkline.controller.tiers.fetching import Fetching
 from trunkline.kvstore.chunks import TOKEN_BYTES, chunk_name
+from trunkline.kvstore.root_keys import SALT_ROOT
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import MissReason, Started
 

@@ -20,13 +20,13 @@ from msgspec import structs
 from trunkline.controller.allocation.modules import encoding_of, find_text, lay_out
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import Node
-from trunkline.controller.cache.root_keys import first_chunk_name
 from trunkline.controller.messages import Submit
 from trunkline.controller.scheduling.fair_queue import FairQueue
 from trunkline.controller.sequences.module_prompt import CachedText, ModulePrompt
 from trunkline.controller.sequences.sequence import Request, SequenceGroup
 from trunkline.controller.tiers.fetching import Fetching
 from trunkline.kvstore.chunks import ChunkName
+from trunkline.kvstore.root_keys import first_chunk_name
 from trunkline.router.messages import MissReason
 from trunkline.worker.messages import Sampling
 

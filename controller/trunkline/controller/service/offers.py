@@ -28,10 +28,10 @@ from typing import Final
 
 from trunkline.controller.cache.radix_tree import PENDING, RadixTree
 from trunkline.controller.cache.radix_tree import Node as Chunk
-from trunkline.controller.cache.root_keys import CUT_ROOT, TEXT_ROOT
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.messages import OffersCall
 from trunkline.kvstore.chunks import chunk_name
+from trunkline.kvstore.root_keys import CUT_ROOT, TEXT_ROOT
 from trunkline.router.messages import OfferedPath, Offers
 
 LIVE: Final = "live"

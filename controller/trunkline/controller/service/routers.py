@@ -87,7 +87,7 @@ class _Share(msgspec.Struct, frozen=True):
 
 
 class _Shares(msgspec.Struct, frozen=True):
-    """The rows of a step by their routers. The arrays are not changed by those who made them."""
+    """The rows of a step by their routers. Nothing changes the arrays once they are made."""
 
     requests: Int64Array
     samples: Int64Array

@@ -19,9 +19,9 @@ from typing import Final, NamedTuple
 
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import PENDING, Node
-from trunkline.controller.cache.root_keys import CUT_ROOT, PROMPT_ROOT, SALT_ROOT, TEXT_ROOT
 from trunkline.controller.sequences.sequence import Sequence
 from trunkline.kvstore.chunks import TOKEN_BYTES
+from trunkline.kvstore.root_keys import CUT_ROOT, PROMPT_ROOT, SALT_ROOT, TEXT_ROOT
 from trunkline.router.messages import NodeFlag, TreeDescription
 
 NODES_MAX: Final = 10_000

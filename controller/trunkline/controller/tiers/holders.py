@@ -28,13 +28,13 @@ from typing import Final, NamedTuple
 from trunkline.controller.allocation.prefix_match import segment_root
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import Node
-from trunkline.controller.cache.root_keys import CUT_ROOT, SALT_ROOT, TEXT_ROOT
 from trunkline.controller.messages import Holder
 from trunkline.controller.sequences.sequence import CutPrompt, SequenceGroup
 from trunkline.controller.sequences.sequence import Sequence as Grown
 from trunkline.controller.tiers.costs import StepCosts
 from trunkline.kvstore.chunks import NAME_BYTES, NO_PEER, ChunkName
 from trunkline.kvstore.peers import PEER_READ_US, Peer
+from trunkline.kvstore.root_keys import CUT_ROOT, SALT_ROOT, TEXT_ROOT
 
 NOTED_MAX: Final = 4096
 """Largest number of chunks of one prompt that are noted as a peer's."""

@@ -16,7 +16,6 @@ from trunkline.controller.allocation.prefix_match import expected_chunks
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.cache.reader_cache import ReaderCache
-from trunkline.controller.cache.root_keys import text_root_name
 from trunkline.controller.messages import Holder
 from trunkline.controller.reports import Probed
 from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
@@ -25,6 +24,7 @@ from trunkline.controller.tiers.holders import Holders, KnownPath
 from trunkline.controller.tiers.kept_probe import KeptProbe, enter_kept, kept_probe
 from trunkline.controller.tiers.tier_orders import TierOrders
 from trunkline.kvstore.chunks import NO_PEER, ChunkName, chunk_name
+from trunkline.kvstore.root_keys import text_root_name
 
 PROBED_CHUNKS_MAX: Final = 4096
 """Largest number of chunks of one prompt that the remote tier is asked for."""

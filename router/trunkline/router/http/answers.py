@@ -139,7 +139,7 @@ class _Watch:
     def _leave(self, watcher: asyncio.Future[None]) -> None:
         if watcher.cancelled():
             return
-        watcher.exception()  # asyncio would log one at which nobody has looked
+        watcher.exception()  # asyncio would log an error that was never read
         if not self._is_over:  # a call that asyncio has begun to make can be taken back by this alone
             self.has_left = True
             self._task.cancel()
@@ -159,7 +159,7 @@ async def _race(work: Coroutine[Any, Any, _T], receive: Receive) -> _T:
     try:
         result = await work
     except asyncio.CancelledError:
-        if watch.has_left and task.uncancel() <= cancelled:  # nobody else has cancelled it
+        if watch.has_left and task.uncancel() <= cancelled:  # nothing else has cancelled it
             raise ClientLeftError from None
         raise
     finally:

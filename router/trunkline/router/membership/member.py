@@ -30,7 +30,7 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     epoch: str = ""
     """Differs for each start of the controller; "": not known."""
     role: Part = "both"
-    """Which parts of requests the group computes, for those who look into a registry: not all sources say it, and
+    """Which parts of requests the group computes, for people who read a registry: not all sources say it, and
     routers go by what the connected group reports (`State.role`)."""
     model: str = ""
     """The name by which requests ask for the group's model; "": not known."""

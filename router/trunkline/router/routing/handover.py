@@ -17,6 +17,7 @@ from hashlib import blake2b
 from typing import Final
 
 from trunkline.kvstore.chunks import NAME_BYTES, TOKEN_BYTES, ChunkName, chain, root_name
+from trunkline.kvstore.root_keys import CUT_ROOT, PROMPT_ROOT, SALT_ROOT, TEXT_ROOT
 from trunkline.router.messages import OfferedPath
 from trunkline.router.routing.names import KvIdentity, whole_chunks
 
@@ -27,24 +28,23 @@ STALL_SECONDS: Final = 5.0
 NOTHING_COMES_SECONDS: Final = 0.5
 """The same, if the group says that it fetches nothing: chunks that it has just got may not have been published."""
 ASLEEP_SECONDS: Final = 3.0
-"""Time in seconds that chunks on the giver's disk have to come into its host memory. After that, what is there
-goes."""
-_SALT, _CUT, _TEXT, _PROMPT = b"s", b"c", b"m", b"p"
+"""Time in seconds that chunks on the giver's disk have to come into its host memory. After that, the path goes
+with the chunks that have come."""
 
 
 def path_names(path: OfferedPath, identity: KvIdentity) -> list[bytes]:
     """Return the names of a path's chunks, under which controllers publish them; none if its root's key is of an
     unknown kind or malformed (docs/protocol.md, index of the disk tier)."""
     kind, size = path.root[:1], identity.chunk_size
-    if kind == _SALT:
+    if kind == SALT_ROOT:
         root = root_name(identity.fingerprint, identity.dtype, size, path.root[1:])
         return whole_chunks(root, path.tokens, size)
     place = ChunkName(path.root[1 : 1 + NAME_BYTES])
     if len(place) < NAME_BYTES or len(path.tokens) % TOKEN_BYTES:
         return []
-    if kind == _TEXT:
+    if kind == TEXT_ROOT:
         return list(chain(place, path.tokens, size))
-    if kind not in (_CUT, _PROMPT):
+    if kind not in (CUT_ROOT, PROMPT_ROOT):
         return []
     moved = [path.names[at : at + NAME_BYTES] for at in range(0, len(path.names), NAME_BYTES)]
     rest = path.tokens[len(moved) * size * TOKEN_BYTES :]

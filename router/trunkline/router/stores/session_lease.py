@@ -50,7 +50,7 @@ class Background:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Start work. Its errors are for those who wait for it, if anybody does."""
+        """Start work. Its errors go to the callers that wait for it, if there are any."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)

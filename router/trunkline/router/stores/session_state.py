@@ -58,7 +58,7 @@ class SessionState(msgspec.Struct, kw_only=True, omit_defaults=True):
     answer: bytes = b""
     """A stored response as its client got it, as JSON; b"": this is no response."""
     token_count: int = 0
-    """Tokens of the history as it was stored, for those who read only headers."""
+    """Tokens of the history as it was stored, for readers of headers alone."""
     message_count: int = 0
     """Messages of the history as it was stored."""
     adapter: str = ""

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 from trunkline.controller.messages import Holder, Prefetch
+from trunkline.kvstore.root_keys import SALT_ROOT
 from trunkline.router.routing.core import RoutingCore
 from trunkline.router.routing.index import IntArray
 from trunkline.router.streams.link import ControllerLink
@@ -20,7 +21,7 @@ INTRODUCED_MAX: Final = 16
 """Largest number of peers to which a group is introduced: each takes a connection and a thread of each rank."""
 AGAIN_SECONDS: Final = 120.0
 """Time in seconds after which peers are named again; below `trunkline.kvstore.peers.PEER_IDLE_S`."""
-_ANY_ROOT: Final = b"s"
+_ANY_ROOT: Final = SALT_ROOT
 """The key of a root, below which no chunks are asked for."""
 
 

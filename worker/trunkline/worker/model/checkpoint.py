@@ -107,7 +107,7 @@ class _Files:
         """Return a part of a matrix to be packed, in blocks if it is stored so; `columns` without `rows`.
 
         Half types round what they multiply anyway; with them the layer rounds its inputs to int8, which costs
-        little of what rounding the weights did. float32 is for who wants the stored weights' own results. Codes
+        little of what rounding the weights did. float32 gives the results of the weights as they are stored. Codes
         that are floats are no integers to multiply.
         """
         found = self._part(name, rows, columns)

@@ -1,4 +1,4 @@
-"""The keys of roots: each tree's key says of what it is the tree. Pure.
+"""The keys of roots: each says what a tree of chunks is for. Controllers and routers share them. Pure.
 
       s │ salt                                       plain prompts
       c │ name │ last chunk before the cut │ drops   what is left behind a cut, which does not see `drops`
