@@ -351,10 +351,10 @@ def _core(setting: Setting) -> RoutingCore:
     core = RoutingCore(map(str, range(setting.groups)), replica_seed=setting.seed)
     identity = KvIdentity(fingerprint=b"model", dtype="bfloat16", chunk_size=setting.tokens)
     for group in range(setting.groups):
-        core.set_identity(group, identity)
-        core.set_costs(group, setting.prefill_us, [0.0, setting.load_us, 0.0, 0.0, setting.pull_us])
+        core.traits.set_identity(group, identity)
+        core.traits.set_costs(group, setting.prefill_us, [0.0, setting.load_us, 0.0, 0.0, setting.pull_us])
         if setting.pulls:
-            core.set_exports(group, [f"inproc://{group}"])
+            core.traits.set_exports(group, [f"inproc://{group}"])
         core.set_available(group, True)
     return core
 

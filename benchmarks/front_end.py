@@ -153,7 +153,7 @@ class FrontEnd:
         self._service = RouterService(config, tokenizer)
         self._core = RoutingCore(("0", "1"), "prefix")
         for controller in range(2):
-            self._core.set_identity(controller, IDENTITY)
+            self._core.traits.set_identity(controller, IDENTITY)
             self._core.set_available(controller, True)
         self._loop = asyncio.new_event_loop()
         self._turns = 0

@@ -62,9 +62,9 @@ class Cluster:
         self.chunks = case.prompt_tokens // CHUNK
         self.prompts = [self._tokens(case.prompt_tokens) for _ in range(case.indexed // self.chunks)]
         for controller in range(case.controllers):
-            self.core.set_identity(controller, IDENTITY)
+            self.core.traits.set_identity(controller, IDENTITY)
             if case.peers:
-                self.core.set_exports(controller, [f"tcp://10.0.0.{controller}:7000"])
+                self.core.traits.set_exports(controller, [f"tcp://10.0.0.{controller}:7000"])
             self.core.set_available(controller, True)
         for prompt in self.prompts:
             names = b"".join(whole_chunks(root, prompt, CHUNK))
@@ -81,7 +81,7 @@ class Cluster:
         for number in range(count):
             now = number - count * 10.0 - AWAY_SECONDS
             slot = self.core.add(f"gone {number}")
-            self.core.set_identity(slot, IDENTITY)
+            self.core.traits.set_identity(slot, IDENTITY)
             names = self.rng.randbytes(16 * 500)
             self.core.index.apply(slot, names, b"\1" * 500)
             self.core.remove(slot, now)

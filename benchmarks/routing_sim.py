@@ -364,9 +364,9 @@ def _core(setting: Setting, policy: str, seed: int, away: range) -> RoutingCore:
     core = RoutingCore(map(str, range(setting.controllers)), policy, settings=setting.settings, replica_seed=seed)
     gpu = setting.gpu
     for index in range(setting.controllers):
-        core.set_identity(index, _IDENTITY)
-        core.set_costs(index, gpu.prefill_mean_us, [0.0, gpu.load_us, 0.0, 0.0, gpu.pull_us])
+        core.traits.set_identity(index, _IDENTITY)
+        core.traits.set_costs(index, gpu.prefill_mean_us, [0.0, gpu.load_us, 0.0, 0.0, gpu.pull_us])
         if setting.peers:
-            core.set_exports(index, [f"inproc://{index}"])
+            core.traits.set_exports(index, [f"inproc://{index}"])
         core.set_available(index, index not in away)
     return core

@@ -47,7 +47,7 @@ class Conversations:
         ]
         for core in self.cores:
             for slot in range(controllers):
-                core.set_identity(slot, IDENTITY)
+                core.traits.set_identity(slot, IDENTITY)
                 core.set_available(slot, True)
             if setting == "chunks":
                 core._tails = Tails(bytes_max=0)

@@ -49,8 +49,8 @@ class Cluster:
             group.tiers.network = self.network
             group.pace_s = 1e-3
             endpoints = self.network.export(group.workers.pool, str(slot), CONFIG.ranks)
-            self.core.set_identity(slot, KvIdentity(*group.tree._identity, CHUNK))
-            self.core.set_exports(slot, endpoints if pulls else [])
+            self.core.traits.set_identity(slot, KvIdentity(*group.tree._identity, CHUNK))
+            self.core.traits.set_exports(slot, endpoints if pulls else [])
             self.core.set_available(slot, True)
 
     def ask(self, prompt: list[int]) -> None:

@@ -54,8 +54,8 @@ class Cluster:
         for slot, group in enumerate(self.groups):
             group.tiers.network = self.network
             endpoints = self.network.export(group.workers.pool, str(slot), PEERED.ranks)
-            self.core.set_identity(slot, KvIdentity(*group.tree._identity, CHUNK))
-            self.core.set_exports(slot, endpoints)
+            self.core.traits.set_identity(slot, KvIdentity(*group.tree._identity, CHUNK))
+            self.core.traits.set_exports(slot, endpoints)
             self.core.set_available(slot, True)
             group.holders_of = partial(self.holders, slot)
             group.kept_of = partial(self.kept, slot)
@@ -161,7 +161,7 @@ def test_wrong_names_cost_a_pull_and_change_no_text(lie: bytes) -> None:
     session = Session(cluster.groups[0])
     turn(cluster, 0, session, FIRST, ())
     turn(cluster, 0, session, 9, drops)
-    endpoints = cluster.core.exports(0)
+    endpoints = cluster.core.traits.exports(0)
     cluster.groups[1].kept_of = lambda submit: KeptChunks(lie * 6, [Holder("0", endpoints, 0, 6)])
     stream = turn(cluster, 1, session, 5, drops)
     assert cut_of(stream) == "recomputed"
@@ -175,7 +175,7 @@ def test_a_peer_that_dies_meanwhile_costs_the_kept_chunks() -> None:
     session = Session(cluster.groups[0])
     turn(cluster, 0, session, FIRST, ())
     turn(cluster, 0, session, 9, drops)
-    cluster.network.leave(cluster.core.exports(0))
+    cluster.network.leave(cluster.core.traits.exports(0))
     stream = turn(cluster, 1, session, 5, drops)
     assert cut_of(stream) == "recomputed"
 
@@ -204,7 +204,7 @@ def test_what_is_computed_instead_of_a_kept_chunk_has_another_name() -> None:
     settle(away)
     turn(cluster, 0, session, 9, drops)
     kept = {node.name for root in home.tree.roots() if root.key.startswith(CUT_ROOT) for node in below(root)}
-    cluster.network.silent.update(cluster.core.exports(0))
+    cluster.network.silent.update(cluster.core.traits.exports(0))
     away.pace_s, away.tier_pace = 0.1, 0.0
     session.simulation = away
     request = session.send(5, drops=drops)

@@ -55,7 +55,7 @@ def cluster(
                 "chunk_size": CHUNK,
             }
         core = router.service.dispatcher.core
-        wait_until(lambda: all(core._traits.exports(index) for index in range(len(roles))))
+        wait_until(lambda: all(core.traits.exports(index) for index in range(len(roles))))
         yield router, fakes, http
         wait_until(lambda: router.inflight == router.service.dispatcher.waiting_count == 0)
         wait_until(lambda: not any(router.service.dispatcher._planned._plans.values()))

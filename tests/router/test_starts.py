@@ -78,7 +78,7 @@ def test_what_is_decided_behind_a_request_is_noted_in_full(monkeypatch: pytest.M
         core, links, told = RoutingCore(), Links(), list[Decision]()
         link = ControllerLink(core.add("a"), Member("a", "tcp://a:1"), context, 10.0)
         links.add(link)
-        core.set_identity(link.index, KvIdentity(b"model", "float32", 4))
+        core.traits.set_identity(link.index, KvIdentity(b"model", "float32", 4))
         core.set_available(link.index, True)
         monkeypatch.setattr(link, "submit", lambda make, attempt: make(1).request)
         dispatcher = Dispatcher(

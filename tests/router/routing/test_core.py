@@ -29,7 +29,7 @@ def ready(controllers: int, **options: Any) -> RoutingCore:
     settings = RoutingSettings(chunk_tokens=2048, request_tokens=2048, floor_tokens=1)
     core = RoutingCore(map(str, range(controllers)), settings=settings, **options)
     for controller in range(controllers):
-        core.set_identity(controller, IDENTITY)
+        core.traits.set_identity(controller, IDENTITY)
         core.set_available(controller, True)
     return core
 
@@ -54,7 +54,7 @@ class Machine:
         self.live: dict[int, tuple[Decision, bool]] = {}
         self.others = dict.fromkeys(range(self.count), (0.0, 0.0))
         for controller in range(self.count):
-            self.core.set_identity(controller, self.rng.choice((IDENTITY, IDENTITY, OTHER)))
+            self.core.traits.set_identity(controller, self.rng.choice((IDENTITY, IDENTITY, OTHER)))
 
     def request(self) -> RouteRequest:
         length = self.rng.randint(1, 60)
@@ -263,19 +263,19 @@ def test_slower_tiers_are_worth_less() -> None:
     host = core.route(request, 0.0)
     assert (host.controller, host.tier_tokens) == (1, [0, 800, 0, 0])
     assert host.cost == pytest.approx(81), "a tenth of computing it"
-    core.set_costs(1, 10.0, [0.0, 9.0, 0.0, 0.0])
+    core.traits.set_costs(1, 10.0, [0.0, 9.0, 0.0, 0.0])
     disk = core.route(request, 0.0)
     assert (disk.controller, disk.tier_tokens) == (0, [0, 0, 800, 0])
     assert disk.cost == pytest.approx(401), "half of it, as long as nobody has measured"
-    core.set_costs(0, 10.0, [0.0, 0.0, 50.0])
+    core.traits.set_costs(0, 10.0, [0.0, 0.0, 50.0])
     assert core.route(request, 0.0).controller == 1
-    core.set_costs(1, 10.0, [0.0, 0.0])
+    core.traits.set_costs(1, 10.0, [0.0, 0.0])
     assert core.route(request, 0.0).cost == pytest.approx(81)
 
 
 def test_controllers_of_two_identities_have_names_of_their_own() -> None:
     core = ready(2)
-    core.set_identity(1, OTHER)
+    core.traits.set_identity(1, OTHER)
     request = RouteRequest(packed(list(range(84))))
     for controller, count in ((0, 21), (1, 10)):
         names = core.route(RouteRequest(request.tokens, pinned=controller), 0.0).names
@@ -357,7 +357,7 @@ def test_what_is_decided_behind_the_message(seed: int) -> None:
     exports = [[f"tcp://{controller}"] * rng.randrange(2) for controller in range(count)]
     for controller, endpoints in enumerate(exports):
         for core in (before, behind):
-            core.set_exports(controller, endpoints)
+            core.traits.set_exports(controller, endpoints)
     live: list[int] = []
     for ticket in range(400):
         now = 0.1 * ticket

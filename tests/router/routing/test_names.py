@@ -40,7 +40,7 @@ class Controller:
         """As a router that has just heard of everything."""
         told = truth(self.simulation.engine.scheduler.kv.tree)
         core = RoutingCore("0")
-        core.set_identity(0, self.identity)
+        core.traits.set_identity(0, self.identity)
         core.set_available(0, True)
         core.index.apply(0, b"".join(told), bytes(told.values()))
         return core.route(request, 0.0)
@@ -157,7 +157,7 @@ def test_names_depend_on_all_that_kv_depends_on() -> None:
 def test_a_text_counts_only_as_a_whole() -> None:
     core = RoutingCore("0")
     identity = KvIdentity(b"m", "float32", 4)
-    core.set_identity(0, identity)
+    core.traits.set_identity(0, identity)
     core.set_available(0, True)
     made = layout([text(range(10), 0), text(range(6), 10, 0)], [(16, 5)])
     request = RouteRequest(pack_int32(range(5)), layout=made)

@@ -39,8 +39,8 @@ def ready(controllers: int, **settings: float) -> RoutingCore:
         map(str, range(controllers)), settings=msgspec.structs.replace(RoutingSettings(floor_tokens=1), **settings)
     )
     for controller in range(controllers):
-        core.set_identity(controller, IDENTITY)
-        core.set_exports(controller, at(controller))
+        core.traits.set_identity(controller, IDENTITY)
+        core.traits.set_exports(controller, at(controller))
         core.set_available(controller, True)
     return core
 
@@ -79,7 +79,7 @@ class Machine:
         for controller in range(self.count):
             if rng.random() < 0.2:
                 self.identity[controller] = OTHER
-                self.core.set_identity(controller, OTHER)
+                self.core.traits.set_identity(controller, OTHER)
 
     def change(self) -> None:
         rng, core, controller = self.rng, self.core, self.rng.randrange(self.count)
@@ -99,7 +99,7 @@ class Machine:
             case "export":
                 self.exports[controller] = rng.random() < 0.7
                 self.leaves[controller] = rng.random() < 0.3
-                core.set_exports(
+                core.traits.set_exports(
                     controller, at(controller) if self.exports[controller] else [], leaves=self.leaves[controller]
                 )
             case "forget":
@@ -231,7 +231,7 @@ def test_of_equal_runs_the_one_that_leaves_then_the_less_loaded(leaving: int | N
     for controller in (1, 2, 3):
         tell(core, controller, own_names(request), *[IN_HOST] * 4)
         core.loads.report(controller, requests=9 - controller % 3, queued_tokens=0, kv_used=0.0, running=0)
-        core.set_exports(controller, at(controller), leaves=controller == leaving)
+        core.traits.set_exports(controller, at(controller), leaves=controller == leaving)
     assert runs(asked(core, request, 0)) == [(expected, 0, 4)]
 
 
@@ -241,9 +241,9 @@ def test_a_group_that_drains_or_was_removed_still_gives() -> None:
     core.set_available(1, False)
     core.remove(1, 0.0)
     assert runs(asked(core, request, 0)) == [("1", 0, 4)]
-    core.set_exports(1, [])  # its connection is closed
+    core.traits.set_exports(1, [])  # its connection is closed
     assert not runs(asked(core, request, 0))
-    core.set_exports(1, at(1))
+    core.traits.set_exports(1, at(1))
     core.route(request, 100.0)  # it did not come back, and its slot may be another's
     assert not runs(asked(core, request, 0))
 
@@ -279,9 +279,9 @@ def test_pulling_costs_what_was_measured_and_never_more_than_computing(load_us: 
     core, request = ready(2), RouteRequest(packed(8 * CHUNK))
     tell(core, 1, own_names(request), *[IN_HOST] * 8)
     for controller in (0, 1):
-        core.set_costs(controller, 100.0, load_us)
+        core.traits.set_costs(controller, 100.0, load_us)
     assert asked(core, request, 0).cost == pytest.approx(8 * CHUNK * (1 - worth) + 1)
-    core.set_exports(0, [])
+    core.traits.set_exports(0, [])
     assert asked(core, request, 0).cost == 8 * CHUNK + 1
 
 
@@ -290,10 +290,10 @@ def test_a_busy_home_loses_its_session_sooner_where_pulling_is_cheap() -> None:
     tell(core, 0, own_names(request), *[IN_HOST] * 64)
     core.loads.report(0, requests=30, queued_tokens=0, kv_used=0.0, running=30)
     for controller in (0, 1):
-        core.set_costs(controller, 100.0, [0.0, 1.0, 0.0, 0.0, 100.0])
+        core.traits.set_costs(controller, 100.0, [0.0, 1.0, 0.0, 0.0, 100.0])
     assert core.route(request, 0.0).controller == 0
     for controller in (0, 1):
-        core.set_costs(controller, 100.0, [0.0, 1.0, 0.0, 0.0, 1.0])
+        core.traits.set_costs(controller, 100.0, [0.0, 1.0, 0.0, 0.0, 1.0])
     decision = core.route(request, 0.0)
     assert (decision.controller, runs(decision)) == (1, [("0", 0, 64)])
 
@@ -349,7 +349,7 @@ def test_what_a_peer_has_on_disk_only_is_told() -> None:
     decision = asked(core, request, 0)
     assert runs(decision) == [("1", 1, 3)]
     assert decision.sleeping == (1, names[3], 3 * CHUNK)
-    core.set_exports(1, [])
+    core.traits.set_exports(1, [])
     tell(core, 2, names, NOWHERE, NOWHERE, NOWHERE, ON_DISK | ON_DEVICE)
     assert asked(core, request, 0).sleeping is None
 
@@ -357,7 +357,7 @@ def test_what_a_peer_has_on_disk_only_is_told() -> None:
 def test_without_exports_nothing_is_looked_for() -> None:
     core, request = ready(2), RouteRequest(packed(4 * CHUNK))
     tell(core, 1, own_names(request), *[IN_HOST] * 4)
-    core.set_exports(1, [])
+    core.traits.set_exports(1, [])
     decision = asked(core, request, 0)
     assert (decision.holders, decision.pulled_tokens, decision.sleeping) == ([], 0, None)
 

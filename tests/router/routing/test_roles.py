@@ -31,9 +31,9 @@ def ready(*roles: str, policy: str = "prefix", **settings: float) -> RoutingCore
         map(str, range(len(roles))), policy, settings=msgspec.structs.replace(RoutingSettings(), **settings)
     )
     for controller, role in enumerate(roles):
-        core.set_role(controller, role)
-        core.set_identity(controller, IDENTITY)
-        core.set_exports(controller, [f"ipc:///{controller}"])
+        core.traits.set_role(controller, role)
+        core.traits.set_identity(controller, IDENTITY)
+        core.traits.set_exports(controller, [f"ipc:///{controller}"])
         core.set_available(controller, True)
     return core
 
@@ -91,10 +91,10 @@ def test_a_long_prompt_is_computed_apart_and_its_stream_has_a_place() -> None:
 
 def test_pulls_that_take_longer_than_computing_are_not_planned() -> None:
     core = ready("prefill", "decode")
-    core.set_costs(0, 100.0, [])
-    core.set_costs(1, 50.0, [0, 0, 0, 0, 20.0])
+    core.traits.set_costs(0, 100.0, [])
+    core.traits.set_costs(1, 50.0, [0, 0, 0, 0, 20.0])
     assert core.route(long(), 0.0).goes_on == 1
-    core.set_costs(1, 50.0, [0, 0, 0, 0, 200.0])
+    core.traits.set_costs(1, 50.0, [0, 0, 0, 0, 200.0])
     assert core.route(long(), 0.0).goes_on == -1
     busy(core, 1, 5)
     assert core.route(long(), 0.0).goes_on == 1, "but streams wait even longer for the prompt"
@@ -135,9 +135,9 @@ def test_what_cannot_be_parted_is_not(why: str) -> None:
         case "may not":
             request = long(may_part=False)
         case "no exports":
-            core.set_exports(0, [])
+            core.traits.set_exports(0, [])
         case "other KV":
-            core.set_identity(0, OTHER)
+            core.traits.set_identity(0, OTHER)
         case "failed":
             request = msgspec.structs.replace(request, exclude=frozenset([0]))
         case "gone":
@@ -170,7 +170,7 @@ def test_roles_leave_no_request_without_a_group(seed: int, policy: str) -> None:
         match rng.choice(("role", "there", "load")):
             case "role":
                 roles[group] = rng.choice(ROLES)
-                core.set_role(group, roles[group])
+                core.traits.set_role(group, roles[group])
             case "there":
                 there[group] = rng.random() < 0.7
                 core.set_available(group, there[group])

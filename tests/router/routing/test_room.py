@@ -24,7 +24,7 @@ def report(core: RoutingCore, controller: int, room: float, *, queued: int = 0) 
 def ready(controllers: int) -> RoutingCore:
     core = RoutingCore(map(str, range(controllers)), settings=RoutingSettings(floor_tokens=1))
     for controller in range(controllers):
-        core.set_identity(controller, KvIdentity(b"model", "float32", 4))
+        core.traits.set_identity(controller, KvIdentity(b"model", "float32", 4))
         core.set_available(controller, True)
     return core
 

@@ -82,7 +82,7 @@ class Machine:
         with pytest.raises(ValueError, match="already"):
             self.core.add(name)
         if self.rng.random() < 0.8:
-            self.core.set_identity(slot, IDENTITY)
+            self.core.traits.set_identity(slot, IDENTITY)
             group.is_known = True
         self.core.set_available(slot, True)
         assert self.core.is_available(slot, self.now), "its failures are forgotten"
@@ -164,7 +164,7 @@ class Machine:
 @functools.cache
 def all_names(start: int, count: int) -> list[bytes]:
     core = RoutingCore("0")
-    core.set_identity(0, IDENTITY)
+    core.traits.set_identity(0, IDENTITY)
     core.set_available(0, True)
     return core.route(RouteRequest(packed(start, CHUNK * count)), 0.0).names
 
@@ -245,7 +245,7 @@ def test_thousand_groups_come_and_go() -> None:
     for number in range(1000):
         now = float(number)
         slot = core.add(f"group {number}")
-        core.set_identity(slot, IDENTITY)
+        core.traits.set_identity(slot, IDENTITY)
         core.set_available(slot, True)
         here.append(slot)
         for start, chain in enumerate(chains):
@@ -281,7 +281,7 @@ def test_a_thousand_groups_are_there_at_once(seed: int) -> None:
 
     def join(name: str, now: float) -> None:
         slots[name] = slot = core.add(name)
-        core.set_identity(slot, IDENTITY)
+        core.traits.set_identity(slot, IDENTITY)
         core.set_available(slot, True)
         has[name] = rng.randrange(len(chains))
         core.index.apply(slot, b"".join(chains[has[name]]), b"\1" * 8)

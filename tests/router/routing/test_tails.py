@@ -83,7 +83,7 @@ def test_tails_are_forgotten_after_some_time() -> None:
 def made_core(*, seed: int = 0) -> RoutingCore:
     core = RoutingCore(NAMES, replica_seed=seed)
     for slot in range(len(NAMES)):
-        core.set_identity(slot, MODEL)
+        core.traits.set_identity(slot, MODEL)
         core.set_available(slot, True)
     return core
 

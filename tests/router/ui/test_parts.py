@@ -161,7 +161,7 @@ def test_a_tree_in_portions() -> None:
 def test_decisions_are_remembered_with_what_was_known() -> None:
     core = RoutingCore("01")
     for controller in range(2):
-        core.set_identity(controller, KvIdentity(b"m", "f32", 4))
+        core.traits.set_identity(controller, KvIdentity(b"m", "f32", 4))
         core.set_available(controller, True)
     tokens = np.arange(12, dtype="<i4").tobytes()
     for ticket in range(3):

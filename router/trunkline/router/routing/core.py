@@ -87,6 +87,8 @@ class RoutingCore:
         self.settings.validate()
         self.index = ChunkIndex(0, self.settings.index_bytes_max)
         self.loads = Loads(0)
+        self.traits = Traits(self.settings.host_worth, self.settings.disk_worth, self.settings.peer_worth)
+        """What controllers have told of themselves."""
         self.log = DecisionLog()
         self._policy_name = policy
         self._policy: Policy = POLICIES[policy](self.settings, TieBreaker(replica_seed))
@@ -98,7 +100,6 @@ class RoutingCore:
         self._warming: set[int] = set()
         self._sessions = SessionPlaces(self.settings.sessions_max)
         self._tails = Tails()
-        self._traits = Traits(self.settings.host_worth, self.settings.disk_worth, self.settings.peer_worth)
         names = list(controllers)
         self._grow(len(names))
         for name in names:
@@ -126,13 +127,13 @@ class RoutingCore:
         if slot not in self.index:
             self.index.add(slot)
         self._breakers[slot] = Breaker()
-        self._traits.reset(slot)
+        self.traits.reset(slot)
         return slot
 
     def remove(self, slot: int, now: float) -> None:
         """Remove a controller: it gets no more requests. Those that it has end as usual, and it may still export
-        (`set_exports`). Another controller gets the slot when they have ended and the time is over in which this
-        one may come back.
+        (`Traits.set_exports`). Another controller gets the slot when they have ended and the time is over in
+        which this one may come back.
 
         Raises:
             ValueError: there is no such controller.
@@ -147,7 +148,7 @@ class RoutingCore:
     def _grow(self, slots: int) -> None:
         self.index.grow(slots)
         self.loads.grow(slots)
-        self._traits.grow(slots)
+        self.traits.grow(slots)
         self._available = resized(self._available, slots)
         self._breakers += [Breaker() for _ in range(slots - len(self._breakers))]
 
@@ -155,7 +156,7 @@ class RoutingCore:
         """Forget the controllers that were away for too long."""
         while (slot := self._slots.next_gone(now)) >= 0:
             self.index.remove(slot)
-            self._traits.reset(slot)
+            self.traits.reset(slot)
             self._free_unused(slot)
 
     def _free_unused(self, slot: int) -> None:
@@ -164,48 +165,11 @@ class RoutingCore:
 
     # What is known of controllers
 
-    def set_identity(self, controller: int, identity: KvIdentity) -> None:
-        """Set by which identity a controller names its chunks; until then nothing is found cached there."""
-        self._traits.set_identity(controller, identity)
-
-    def identity(self, controller: int) -> KvIdentity | None:
-        """Return by which identity a controller names its chunks; None: not known."""
-        return self._traits.identity(controller)
-
-    def set_model(self, controller: int, model: str, adapters: Sequence[bytes] = ()) -> None:
-        """Set which model a controller serves, by its main name, and the keys of its adapters."""
-        self._traits.set_model(controller, model, adapters)
-
-    def set_costs(self, controller: int, prefill_us: float, load_us: Sequence[float]) -> None:
-        """Set what a controller has measured of the time per prompt token.
-
-        Args:
-            prefill_us: time to compute a token; 0: not measured.
-            load_us: time to load a token, by `TierKind`; 0 or left out: not measured.
-        """
-        self._traits.set_costs(controller, prefill_us, load_us)
-
-    def set_role(self, controller: int, role: str) -> None:
-        """Set a controller's role (`State.role`)."""
-        self._traits.set_role(controller, role)
-
-    def set_exports(self, controller: int, endpoints: Sequence[str], *, leaves: bool = False) -> None:
-        """Set where a controller's ranks export KV to peers, by rank; []: they export none, and pull none.
-
-        Args:
-            leaves: whether the controller drains.
-        """
-        self._traits.set_exports(controller, endpoints, leaves=leaves)
-
     def peers(self, controller: int) -> IntArray:
         """Return the controllers that a controller exchanges chunks with, and itself, ascending: the same array
         as long as nothing changes; []: none."""
-        identity = self._traits.identity(controller)
-        return _NONE if identity is None or not self.exports(controller) else self._traits.peers(identity)
-
-    def exports(self, controller: int) -> list[str]:
-        """Return where a controller's ranks export KV to peers, by rank; []: they export none."""
-        return self._traits.exports(controller)
+        identity = self.traits.identity(controller)
+        return _NONE if identity is None or not self.traits.exports(controller) else self.traits.peers(identity)
 
     def set_available(self, controller: int, available: bool) -> None:
         """Set whether a controller can take requests. Only a change has an effect: a controller that comes back
@@ -265,7 +229,7 @@ class RoutingCore:
             view = View(
                 candidates,
                 prompt,
-                self._traits.chunk_size,
+                self.traits.chunk_size,
                 new,
                 matched,
                 inflight,
@@ -287,8 +251,8 @@ class RoutingCore:
             apart = self._apart(chosen, prompt - int(matched[chosen]), int(pulled[chosen]), prefills, new)
             if apart >= 0:
                 chosen, goes_on, reason = apart, chosen, "prefill"
-        own = found[identity] if (identity := self._traits.identity(chosen)) is not None else None
-        pulls = self._traits.exports(chosen)
+        own = found[identity] if (identity := self.traits.identity(chosen)) is not None else None
+        pulls = self.traits.exports(chosen)
         given = NOTHING if own is None or not pulls else self._from_peers(own, chosen)
         return Decision(
             chosen,
@@ -299,7 +263,7 @@ class RoutingCore:
             float(costs[chosen]),
             min(costs.take(candidates).tolist()),
             missing(own, chosen) if own is not None else [],
-            blocks_for(prompt, int(self._traits.chunk_size[chosen])),
+            blocks_for(prompt, int(self.traits.chunk_size[chosen])),
             Weighed(candidates, tiers, costs, self._slots.names),
             self._slots.names[chosen],
             own.tail if own is not None else None,
@@ -371,7 +335,7 @@ class RoutingCore:
         one of them."""
         usable = self._available
         if request.model or request.salt:
-            usable = usable & self._traits.serves(request.model, adapter_of(request.salt))
+            usable = usable & self.traits.serves(request.model, adapter_of(request.salt))
         served = usable
         paused = [i for i in self._failing if not self._breakers[i].allows(now)]
         if paused:
@@ -399,9 +363,9 @@ class RoutingCore:
             if rest.any():
                 usable = rest
         prefills = _NONE
-        if self._traits.prefills:
+        if self.traits.prefills:
             rest = usable.copy()
-            rest[self._traits.prefills] = False
+            rest[self.traits.prefills] = False
             if rest.any():
                 usable, prefills = rest, (usable & ~rest).nonzero()[0]
         return usable.nonzero()[0], prefills
@@ -409,7 +373,7 @@ class RoutingCore:
     def _apart(self, chosen: int, lacking: int, pulled: int, prefills: IntArray, work: FloatArray) -> int:
         """Return the prefill group that is to compute a prompt whose stream goes on at the chosen controller; -1:
         the chosen one computes it."""
-        traits, identity = self._traits, self._traits.identity(chosen)
+        traits, identity = self.traits, self.traits.identity(chosen)
         if identity is None or not traits.exports(chosen):
             return -1
         stream = StreamGroup(chosen, lacking - pulled, lacking, traits.is_decode(chosen))
@@ -432,8 +396,8 @@ class RoutingCore:
         pulled = np.zeros(count, np.int64)
         found: dict[KvIdentity, Found] = {}
         longest, tail = 0, -1
-        serves = self._traits.serves(request.model) if request.model else None
-        for identity, controllers in self._traits.members.items():
+        serves = self.traits.serves(request.model) if request.model else None
+        for identity, controllers in self.traits.members.items():
             members = controllers if serves is None else controllers[serves[controllers]]
             if not len(members):
                 continue
@@ -443,7 +407,7 @@ class RoutingCore:
                 names, matches = with_kept(names, matches, lambda names: self.index.look_up(names, now))
             overlaps = [(chain, match.counts) for chain, match in zip(names.chains, matches, strict=True)]
             tail_of = own_tail(request.tokens, names, identity.chunk_size)
-            peers = self._traits.peers(identity)
+            peers = self.traits.peers(identity)
             own_found = found[identity] = Found(names, overlaps, tail_of, matches, peers)
             cached = best_way(overlaps).take(members, axis=0)
             whole = cached.dot(_ONES)
@@ -453,12 +417,12 @@ class RoutingCore:
                 if len(own) and depth + tokens > longest:
                     longest, tail = depth + tokens, int(members[own[0]])
             tiers[members] = cached
-            saved = (cached * self._traits.worth.take(members, axis=0)).dot(_FLOAT_ONES)
+            saved = (cached * self.traits.worth.take(members, axis=0)).dot(_FLOAT_ONES)
             if len(peers) and matches[-1].known:
                 whole = cached.dot(_ONES) if tail >= 0 else whole
                 columns = self.index.columns(peers)
                 reach = pulled[members] = pullable(own_found, members, whole, columns, has_tail=tail >= 0)
-                saved += reach * self._traits.pull_worth.take(members)
+                saved += reach * self.traits.pull_worth.take(members)
             effective[members] = saved
         return found, tiers, effective, pulled, tail
 
@@ -470,7 +434,7 @@ class RoutingCore:
         if not len(found.peers) or (has == found.last.known and len(found.matches) == 1):
             return NOTHING
         columns, shift, chain = self.index.columns(found.peers), self.index.shift(chosen), found.names.chains[-1]
-        leaves, inflight = self._traits.leaves, self.loads.inflight
+        leaves, inflight = self.traits.leaves, self.loads.inflight
         texts = self._texts_from_peers(found, columns, shift) if len(found.matches) > 1 else {}
         runs, at = holders(found.last, shift, columns, leaves, inflight, start=has)
         if found.names.kept is not None:
@@ -490,10 +454,10 @@ class RoutingCore:
         given: dict[int, list[Holder]] = {}
         for chain, match in zip(found.names.chains, found.matches, strict=True):
             if chain.text >= 0 and match.known:
-                runs, _ = holders(match, shift, columns, self._traits.leaves, self.loads.inflight)
+                runs, _ = holders(match, shift, columns, self.traits.leaves, self.loads.inflight)
                 if runs:
                     given[chain.text] = self._as_holders(runs)
         return given
 
     def _as_holders(self, runs: list[Run]) -> list[Holder]:
-        return [Holder(self.names[giver], self._traits.exports(giver), start, stop) for giver, start, stop in runs]
+        return [Holder(self.names[giver], self.traits.exports(giver), start, stop) for giver, start, stop in runs]

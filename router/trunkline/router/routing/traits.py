@@ -124,7 +124,12 @@ class Traits:
         return self._models.serves(model, adapter)
 
     def set_costs(self, controller: int, prefill_us: float, load_us: Sequence[float]) -> None:
-        """Set the times per prompt token that a controller has measured (`RoutingCore.set_costs`)."""
+        """Set the times per prompt token that a controller has measured.
+
+        Args:
+            prefill_us: time to compute a token; 0: not measured.
+            load_us: time to load a token, by `TierKind`; 0 or left out: not measured.
+        """
 
         def worth(tier: int, default: float) -> float:
             load = load_us[tier] if tier < len(load_us) else 0.0
@@ -164,7 +169,8 @@ class Traits:
         return self._exports.get(controller, [])
 
     def set_exports(self, controller: int, endpoints: Sequence[str], *, leaves: bool = False) -> None:
-        """Set where a controller's ranks export KV, and whether it drains."""
+        """Set where a controller's ranks export KV to peers, by rank, and whether it drains. []: its ranks export
+        none, and pull none."""
         self.leaves[controller] = leaves
         if self.exports(controller) == list(endpoints):
             return

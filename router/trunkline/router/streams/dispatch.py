@@ -186,18 +186,18 @@ class Dispatcher:
         core, now, state = self.core, self.now(), link.state
         if link not in self._links:  # its group was removed, and the link ends with its last request
             if state is None and self._links.get(link.index) is None:
-                core.set_exports(link.index, [])
+                core.traits.set_exports(link.index, [])
             self._move_from(link, now)
             return
         core.set_available(link.index, link.ready)
         exports = [] if state is None or link.problem else state.exports
-        core.set_exports(link.index, exports, leaves=state is not None and state.status == "draining")
+        core.traits.set_exports(link.index, exports, leaves=state is not None and state.status == "draining")
         if state is not None:
-            core.set_model(link.index, link.standing.model, [each.key for each in state.adapters])
-            core.set_role(link.index, state.role)
+            core.traits.set_model(link.index, link.standing.model, [each.key for each in state.adapters])
+            core.traits.set_role(link.index, state.role)
             if state.chunk_size:
-                core.set_identity(link.index, identity_of(state))
-                core.set_costs(link.index, state.prefill_us, state.load_us)
+                core.traits.set_identity(link.index, identity_of(state))
+                core.traits.set_costs(link.index, state.prefill_us, state.load_us)
             self.load_changed(link.index, state.requests, state.queued_tokens)
         if self._learns and not link.ready:
             core.index.forget(link.index)

@@ -66,4 +66,4 @@ class Introductions:
         at = int(peers.searchsorted(slot, side="right"))
         others = [other for other in [*peers[at:].tolist(), *peers[:at].tolist()] if other != slot]
         core = self._core
-        return [Holder(core.names[other], core.exports(other), 0, 1) for other in others[:INTRODUCED_MAX]]
+        return [Holder(core.names[other], core.traits.exports(other), 0, 1) for other in others[:INTRODUCED_MAX]]

@@ -112,7 +112,7 @@ class PlannedContinuations:
     def begin(self, routed: RoutedRequest, ticket: int, decision: Decision, route: RouteRequest) -> None:
         """Note that a request was sent to a prefill group, as decided."""
         computes, goes_on = self._links[decision.controller], self._links[decision.goes_on]
-        identity = self._core.identity(decision.controller)
+        identity = self._core.traits.identity(decision.controller)
         names = list(prompt_names(route, identity).chains[-1].names) if identity is not None else []
         has = int(self._core.index.match(names, _now())[decision.goes_on][:EXPECTED].sum())
         piece = max(PIECE_CHUNKS_MIN, -(-(len(names) - has) // PIECES_MAX))
