@@ -215,7 +215,7 @@ class ControllerService:
 
         After a pause the processor's caches hold nothing of this program, and each function costs microseconds.
         So until `Deadlines.look`, a turn that has only a step's result does nothing else, and one that has only
-        what routers say does everything else behind the engine's step.
+        what routers say does everything else behind the engine's step. A calm step changes no chunk and no worker.
         """
         now = time.monotonic()
         is_single = now < self._deadlines.look and len(ready) == 1
@@ -227,16 +227,18 @@ class ControllerService:
             ready = set()
         if not is_brief:
             self._read_signals(ready)
-        is_brief = self._read_workers(ready, now) and is_brief
+        is_brief = self._read_workers(ready, now, is_brief)
         if not is_brief:
             self.group.reform(now)
             self._try_start(now)
             if self.routers.socket in ready:
                 self._read_routers(now)
             self._forget_silent_routers(now)
+        is_calm = False
         if self._pending.events or not is_planned:
-            self._step(now)
-        self.events.turn(self.engine, now)
+            is_calm = self._step(now)
+        if not (is_brief and is_calm):
+            self.events.turn(self.engine, now)
         if not is_brief:
             self._look_around(now)
 
@@ -245,18 +247,24 @@ class ControllerService:
             if number in (signal.SIGTERM, signal.SIGINT):
                 self._stop_requested()
 
-    def _read_workers(self, ready: set[object], now: float) -> bool:
-        """Take what the workers say; return whether it is a step's result, and nothing else."""
+    def _read_workers(self, ready: set[object], now: float, is_brief: bool) -> bool:
+        """Take what the workers say; return whether the turn is brief: it has a step's result, and nothing else.
+
+        Args:
+            is_brief: whether nothing but reports can be read, and it is not yet time to look at everything.
+        """
         reports = []
         try:
             if self.group.plans in ready:
                 self.group.membership_events(now)
             reports = self.group.receive(now) if self.group.reports in ready else []
             self._pending.events += reports if self.engine is not None else ()
+            if is_brief and len(reports) == 1 and isinstance(reports[0], StepResult):
+                return True
             self.group.check_loss(now)
         except GroupLostError as error:
             self._lose(str(error), now)
-        return len(reports) == 1 and isinstance(reports[0], StepResult)
+        return False
 
     def _read_routers(self, now: float) -> None:
         """Take what the routers want."""
@@ -291,13 +299,16 @@ class ControllerService:
         wait = 0.0 if self.descriptions.is_busy or self._leaving.offering.is_busy else self.group.patience_s
         self._deadlines.look = min(self.events.next_deadline, self._leaving.wait.deadline, now + wait)
 
-    def _step(self, now: float) -> None:
-        """Give the engine the events of this turn, and do what it asks for until it can plan no more steps."""
+    def _step(self, now: float) -> bool:
+        """Give the engine the events of this turn, and do what it asks for until it can plan no more steps; return
+        whether that was a calm step."""
+        is_calm = True
         while self.engine is not None:
             events, self._pending.events = self._pending.events, []
             ready = self.engine.begin(events, now)
             reason = self._act(self.engine, ready) or ready.problem
             if ready.has_rest:
+                is_calm = False
                 ready = self.engine.finish(ready, now)
                 reason = self._act(self.engine, ready) or reason
             if self.config.debug_checks:
@@ -306,7 +317,8 @@ class ControllerService:
                 self._lose(reason, now)
             if not (ready.again or self._pending.events):
                 self._deadlines.engine = ready.wake_at
-                return
+                return is_calm
+        return False
 
     def _act(self, engine: Engine, ready: Ready) -> str:
         """Do what the engine asks for, in the order of the fields of `Ready`; outputs and log lines in any case.
@@ -314,8 +326,10 @@ class ControllerService:
         reason = self._send((*ready.grammars, ready.plan) if ready.plan is not None else ready.grammars)
         if ready.outputs is not None:
             self._publish(ready.outputs)
-        self.persistence.note(ready.disk_changes)
-        reason = self._send(ready.orders) or reason
+        if ready.disk_changes:
+            self.persistence.note(ready.disk_changes)
+        if ready.orders:
+            reason = self._send(ready.orders) or reason
         if ready.ended:
             self._request_log.look(engine, ready.ended, time.monotonic())
         return reason

@@ -118,6 +118,8 @@ class WorkerGroup:
         gate.bind(self.plans, config.plan_endpoint, Role.WORKER, SUBSCRIPTION_BYTES_MAX)
         gate.bind(self.reports, config.report_endpoint, Role.WORKER, MESSAGE_BYTES_MAX)
         self._membership = Membership(config.tp, node_id(), config.epoch or _wall_ms())
+        self._topic = plan_topic(self._membership.epoch)
+        """Of messages for the ranks of the epoch."""
         self.loss = WorkerLoss(config.step_timeout_s, config.resume_seconds_max)
         self._terms = config.terms
         self.adapters = Adapters(config.adapters, config.lora_rank_max, config.tp)
@@ -197,7 +199,7 @@ class WorkerGroup:
             GroupLostError: a rank has stopped reading.
         """
         try:
-            self._send(plan_topic(self.epoch), message)
+            self._send(self._topic, message)
         except zmq.Again:
             raise GroupLostError("a rank takes no more step plans") from None
 
@@ -248,6 +250,7 @@ class WorkerGroup:
         self.loss.began(reason, now)
         self.adapters.lost_workers()
         self._membership.lose(_wall_ms(), now)
+        self._topic = plan_topic(self._membership.epoch)
         self._progress.clear()
         self._leave_at = now
 
@@ -279,7 +282,7 @@ class WorkerGroup:
         next plan."""
         orders = self.adapters.orders
         with suppress(GroupLostError):
-            while self.is_complete and orders:
+            while orders and self.is_complete:
                 self.send(orders[0])
                 del orders[0]
 
@@ -364,7 +367,8 @@ def problem_of_report(report: WorkerReport, ranks: int, vocab_size: int) -> str:
     match report:
         case StepResult():
             problem = _out_of_range(report, _RESULT_RANGES) or _problem_of_ids(report, vocab_size or _COUNT_MAX)
-            return problem or _problem_of_scores(report)
+            is_scored = report.logprobs or report.prompt_logprobs
+            return problem or (_problem_of_scores(report) if is_scored else "")
         case WorkerReady():
             problem = _out_of_range(report, _READY_RANGES) or _too_long(report.exports)
             return _problem_of_rank(report.rank, ranks) or problem
