@@ -11,6 +11,7 @@ from seeds import seeds
 from worker.driver import VOCAB_SIZE, Driver, run_config
 
 from trunkline.controller.reports import StepResult
+from trunkline.kernels.cpu_memory import FEW_ROWS
 from trunkline.kernels.native import isa_levels
 from trunkline.worker.errors import PlanError
 from trunkline.worker.loading import load_runner
@@ -19,14 +20,15 @@ from trunkline.worker.runner import Runner
 
 pytestmark = pytest.mark.skipif(not isa_levels(), reason="the compiled kernels are not installed")
 
-CHUNK = 32
+CHUNK, BLOCKS = 32, 256
 
 
 class Watched:
     """A runner that keeps its results, and counts its calm steps."""
 
     def __init__(self, folder: Path, *, is_calm: bool) -> None:
-        self.runner: Runner = load_runner(run_config(folder, chunk_size=CHUNK, threads=2), lambda *_: None)
+        config = run_config(folder, chunk_size=CHUNK, pool_blocks=BLOCKS, threads=2)
+        self.runner: Runner = load_runner(config, lambda *_: None)
         self.results: list[dict[str, Any]] = []
         self.calm = 0
         if not is_calm:
@@ -63,15 +65,16 @@ def test_calm_steps_give_what_ordinary_ones_give(folder: Path, seed: int) -> Non
     found = []
     for is_calm in (True, False):
         watched, rng = Watched(folder, is_calm=is_calm), np.random.default_rng(seed)
-        driver = Driver(watched.execute, num_blocks=64, chunk_size=CHUNK, seed=seed)
+        driver = Driver(watched.execute, num_blocks=BLOCKS, chunk_size=CHUNK, seed=seed)
         texts = []
-        for _ in range(3):
-            sizes = rng.integers(1, 90, size=rng.integers(1, 4)).tolist()
+        for count in (1, int(rng.integers(2, 4)), FEW_ROWS + 2):
+            # Many rows that begin their blocks in different steps are hardly ever calm.
+            sizes = rng.integers(1, 90, size=count).tolist() if count <= 3 else [int(rng.integers(1, 90))] * count
             streams = [driver.add(rng.integers(VOCAB_SIZE, size=n).tolist(), random_sampling(rng)) for n in sizes]
             driver.run(streams, int(rng.integers(20, 80)), piece=40)
             texts.append([stream.output for stream in streams])
         found.append((texts, watched.results, watched.runner.kernels.counters.calls))
-        assert (watched.calm > len(watched.results) / 3) == is_calm
+        assert (watched.calm > len(watched.results) / 5) == is_calm
     (texts, results, calls), ordinary = found
     assert texts == ordinary[0]
     assert results == ordinary[1]
@@ -81,7 +84,7 @@ def test_calm_steps_give_what_ordinary_ones_give(folder: Path, seed: int) -> Non
 def test_plans_that_are_lost_or_of_another_epoch_are_noticed_in_calm_steps(folder: Path) -> None:
     """And whether a row begins a block is seen in time: without one for it the plan is refused."""
     watched = Watched(folder, is_calm=True)
-    driver = Driver(watched.execute, num_blocks=64, chunk_size=CHUNK)
+    driver = Driver(watched.execute, num_blocks=BLOCKS, chunk_size=CHUNK)
     stream = driver.add([1, 2, 3], Sampling(temperature=0))
     driver._grow(stream, 3)
     entry = np.array([stream.id, 0, 3, 0, 1], dtype=np.int32).tobytes()

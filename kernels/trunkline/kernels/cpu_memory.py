@@ -15,6 +15,8 @@ from trunkline.kvstore.chunks import Int32Array
 
 ROWS_MIN: Final = 16
 """Rows that every buffer has room for; then powers of two."""
+FEW_ROWS: Final = 8
+"""Largest number of rows whose tokens are written without NumPy, whose code is not in the caches behind a step."""
 LOGITS_KEPT: Final = 256
 """Rows of logits whose memory is kept: a step that scores a prompt may need many more, once."""
 
@@ -28,17 +30,34 @@ class TokenMemory(NamedTuple):
     """The first `number` of `memory`."""
     arrays: tuple[NDArray[Any], ...]
     """The same, to be written."""
+    words: tuple[memoryview, ...]
+    """The same, to be written one by one."""
 
     @classmethod
     def of(cls, capacity: int, number: int = 0) -> TokenMemory:
         """Return new memory for up to `capacity` tokens."""
         types = (torch.int64, torch.int64, torch.int32)
-        return cls(0, tuple(torch.empty(capacity, dtype=own) for own in types), (), ()).part(number)
+        return cls(0, tuple(torch.empty(capacity, dtype=own) for own in types), (), (), ()).part(number)
 
     def part(self, number: int) -> TokenMemory:
         """Return the same memory with another number of tokens in it."""
         views = tuple(own[:number] for own in self.memory)
-        return TokenMemory(number, self.memory, views, tuple(own.numpy() for own in views))
+        arrays = tuple(own.numpy() for own in views)
+        return TokenMemory(number, self.memory, views, arrays, tuple(map(memoryview, arrays)))
+
+    def advance(self, ids: list[int]) -> None:
+        """Put the next token of each row behind its last one, in the same block."""
+        if self.number > FEW_ROWS:
+            own_ids, positions, slots = self.arrays
+            own_ids[:] = ids
+            positions += 1
+            slots += 1
+            return
+        own, places, cells = self.words
+        for row, token in enumerate(ids):
+            own[row] = token
+            places[row] += 1
+            cells[row] += 1
 
 
 class ProgramMemory:

@@ -52,7 +52,6 @@ from trunkline.kernels.program import (
 from trunkline.kernels.query_scale import Temper
 from trunkline.kernels.routing import Routing
 from trunkline.kernels.wide_norms import SquareSums, WideNorm
-from trunkline.kvstore.chunks import Int32Array
 
 KV_TYPES: Final = {"float32": 0, "float16": 1, "bfloat16": 2}
 """The number of each `KvType` in `csrc/cpu/attention.h`."""
@@ -397,13 +396,13 @@ class CpuProgram:
         """Whether the last step was one of decode rows and nothing else, so that `go_on` may follow."""
         return self._steady is not None and self._steady.work.live is not None and self._others is None
 
-    def go_on(self, plan: LiveDecodePlan, ids: Int32Array) -> None:
+    def go_on(self, plan: LiveDecodePlan, ids: list[int]) -> None:
         """Take the step of the same rows behind the last one, instead of `begin`: each row has one more token, in
         the place behind the last one's.
 
         Args:
             plan: Of the last step. It goes on, too.
-            ids: int32 `[rows]`.
+            ids: Of each row.
 
         Raises:
             ValueError: A row has no room for another token.
@@ -413,10 +412,7 @@ class CpuProgram:
         (tokens, words, work), live = steady, steady.work.live
         assert live is not None
         plan.grow(live)
-        own_ids, positions, slots = tokens.arrays
-        own_ids[:] = ids
-        positions += 1
-        slots += 1
+        tokens.advance(ids)
         if live.made == work.made and live.words is words:
             self._go_on(plan.steps)
         else:

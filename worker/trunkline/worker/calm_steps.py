@@ -13,7 +13,6 @@ Only the books of the batch are left behind, which `settle` brings up to date.
 
 from __future__ import annotations
 
-import numpy as np
 from torch import Tensor
 
 from trunkline.worker.batch.batch import BatchBuilder, ForwardBatch
@@ -21,8 +20,6 @@ from trunkline.worker.batch.decode_planner import LivePlanner
 from trunkline.worker.messages import StepPlan
 from trunkline.worker.model.decoder import Decoder
 from trunkline.worker.sampling.selection import Selection, Selector
-
-_NO_TOKENS = np.zeros(0, dtype=np.int32)
 
 
 class CalmSteps:
@@ -37,7 +34,7 @@ class CalmSteps:
         """The batch of the last step that was told more; later ones have the same rows."""
         self._logits: Tensor | None = None
         """Where logits are as long as the rows stay."""
-        self._tokens = _NO_TOKENS
+        self._tokens: list[int] = []
         """What the last step drew for them."""
         self._left = self._made = 0
         """Numbers of calm steps that may follow, and that are not in the books."""
@@ -47,7 +44,7 @@ class CalmSteps:
         planner = self._planner
         if planner is None or batch.samples_changed or not self._decoder.goes_on:
             return
-        self._batch, self._logits, self._tokens = batch, self._decoder.logits, selection.tokens
+        self._batch, self._logits, self._tokens = batch, self._decoder.logits, selection.tokens.tolist()
         self._left = planner.calm_steps
 
     def takes(self, plan: StepPlan, step: int) -> bool:
@@ -63,7 +60,7 @@ class CalmSteps:
         self._made += 1
         self._decoder.go_on(planner.plan, self._tokens)
         selection = self._selector.select(batch, self._logits)
-        self._tokens = selection.tokens
+        self._tokens = selection.tokens.tolist()
         return batch, selection
 
     def settle(self) -> None:

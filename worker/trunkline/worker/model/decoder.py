@@ -22,7 +22,6 @@ from trunkline.kernels.live_plan import LiveDecodePlan
 from trunkline.kernels.load import load_program
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kvstore.chunk_format import ChunkFormat
-from trunkline.kvstore.chunks import Int32Array
 from trunkline.worker.batch.batch import ForwardBatch
 from trunkline.worker.collective_errors import COLLECTIVE_ERRORS, of_collective
 from trunkline.worker.model.shard import Shard
@@ -96,7 +95,7 @@ class Decoder:
         """Whether `go_on` may follow the last step (`CpuProgram.goes_on`)."""
         return isinstance(self.runner, CpuProgram) and self.runner.goes_on
 
-    def go_on(self, plan: LiveDecodePlan, ids: Int32Array) -> None:
+    def go_on(self, plan: LiveDecodePlan, ids: list[int]) -> None:
         """Compute the step of the same rows behind the last one, as `CpuProgram.go_on` says. Its logits are where
         those of the last one were."""
         runner = self.runner
