@@ -190,7 +190,7 @@ def test_connections_keep_no_requests_that_are_answered(tight: RunningRouter) ->
 def test_who_leaves_behind_a_pipelined_request_takes_no_tokens_of_others(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    """Reading pauses behind a request that waits, so that only a write shows that the client is gone."""
+    """Reading pauses behind two requests that wait, so that only a write shows that the client is gone."""
     ids = [6 + index % 90 for index in range(120)]
     body = json.dumps({"prompt": "x", "max_tokens": len(ids), "stream": True, "ignore_eos": True}).encode()
     whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
@@ -200,7 +200,7 @@ def test_who_leaves_behind_a_pipelined_request_takes_no_tokens_of_others(
         leaving.sendall(whole)
         staying.sendall(whole.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
         leaving.recv(65536)
-        leaving.sendall(whole)
+        leaving.sendall(2 * whole)
         answer = b""
         while part := staying.recv(65536):
             answer += part
@@ -214,6 +214,27 @@ def test_who_leaves_behind_a_pipelined_request_takes_no_tokens_of_others(
         wait_until(lambda: not router.inflight)
         wait_until(lambda: ended(router) == {"200": 1, "499": 1})
     assert len(fake.behaviour.submits) == 2
+
+
+def test_a_body_that_waits_for_its_turn_ends_no_answer_before_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with running(tmp_path, tokenizer, body_seconds=0.2) as (router, [fake]), connect(router) as connection:
+        fake.behaviour.script = lambda submit: [6] * 60
+        fake.behaviour.seconds_per_token = 0.01
+        connection.sendall(HEAD + b"Content-Length: 30\r\n\r\n" + b'{"prompt":"x","max_tokens":60}')
+        wait_until(lambda: fake.live == 1)
+        large = json.dumps({"prompt": "x " * 300_000, "max_tokens": 1}).encode()
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(large) + large[:100_000])
+        answer = b""
+        while b"text_completion" not in answer:
+            part = connection.recv(65536)
+            assert part, "closed in the middle"
+            answer += part
+        assert answer.startswith(b"HTTP/1.1 200 OK")
+        connection.sendall(large[100_000:])
+        while b"context_length_exceeded" not in answer:
+            part = connection.recv(65536)
+            assert part, "closed in the middle"
+            answer += part
 
 
 def test_nothing_is_computed_for_who_leaves_with_requests_pipelined(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -148,9 +148,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if not self.url.startswith(b"/") and b"://" in self.url:
             self._take_authority()
-        limits = self.server_state.limits
-        is_file = self.url.partition(b"?")[0] == _UPLOADS
-        self._wait((limits.file_s if is_file else limits.body_s) * _BODY_MARGIN)
+        self._wait_for_body()
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is None:
@@ -190,6 +188,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self.scope[TAKE_BODY] = functools.partial(_take_body, self.cycle)  # type: ignore[typeddict-unknown-key]
             super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        """Let the next request begin."""
+        was_waiting = bool(self.pipeline)
+        super().on_response_complete()
+        if was_waiting and self._timer is not None and not (self.pipeline or self._in_headers):
+            self._wait_for_body()
+
     def data_received(self, data: bytes) -> None:
         """Parse bytes, and count those of headers."""
         if self._is_refused:
@@ -216,6 +221,13 @@ class BoundedProtocol(HttpToolsProtocol):
         if size > limit and not self._is_refused and not self.transport.is_closing():
             self._refuse(431, f"the headers have more than {limit} bytes")
 
+    def _wait_for_body(self) -> None:
+        """Start the timer for the body of the request at hand. As long as its turn has not come, the time begins
+        again: a large body is read only then."""
+        limits = self.server_state.limits
+        is_file = self.url.partition(b"?")[0] == _UPLOADS
+        self._wait((limits.file_s if is_file else limits.body_s) * _BODY_MARGIN)
+
     def _wait(self, seconds: float | None) -> None:
         """Start the timer that disconnects after `seconds`; None: stop the timer. While data is parsed, only the
         last call counts: most requests arrive whole, and need no timer."""
@@ -235,6 +247,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = None
         if self._in_headers:
             self._refuse(408, f"the headers did not arrive within {self.server_state.limits.headers_s:g} s")
+        elif self.pipeline:
+            self._wait_for_body()
         elif not self.transport.is_closing():
             self.transport.close()
 
