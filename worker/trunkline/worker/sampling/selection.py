@@ -221,11 +221,8 @@ class Selector:
         Every rank sees the same numbers, so all take the same id: the lowest on a tie, as ranks hold
         ascending parts of the vocabulary.
         """
-        if self._group.size == 1 and logits.device.type == "cpu":
-            # Without torch, whose code is not in the processor's caches behind a step.
-            if self._seen is None or self._seen[0] is not logits:
-                self._seen = logits, logits.numpy()
-            largest: Int32Array = self._seen[1].argmax(axis=-1).astype(np.int32)
+        if logits.device.type == "cpu":
+            largest = self._largest_on_cpu(logits)
             return largest[[*range(batch.sampled_rows), *batch.fork_rows]] if batch.fork_rows else largest
         best = first_argmax(logits)
         if self._group.size == 1:
@@ -236,6 +233,24 @@ class Selector:
         every = self._group.all_gather(torch.stack([values.double(), ids.double()]))
         owner = first_argmax(every[:, 0].T.contiguous())
         return _numbers(_with_forks(every[:, 1].T.gather(1, owner[:, None]).squeeze(1).long(), batch))
+
+    def _largest_on_cpu(self, logits: Tensor) -> Int32Array:
+        """Return the id of each row's largest logit, the same on every rank.
+
+        Without torch, whose code is not in the processor's caches behind a step.
+        """
+        if self._seen is None or self._seen[0] is not logits:
+            self._seen = logits, logits.numpy()
+        numbers = self._seen[1]
+        best = numbers.argmax(axis=-1)
+        if self._group.size > 1:
+            rows = np.arange(len(best))
+            own = np.empty((2, len(best)))
+            own[0], own[1] = numbers[rows, best], best + self._vocab_start
+            every = self._group.all_gather(torch.from_numpy(own)).numpy()
+            best = every[every[:, 0].argmax(axis=0), 1, rows]
+        largest: Int32Array = best.astype(np.int32)
+        return largest
 
 
 def _append(samples: list[BatchSequence], tokens: list[int]) -> None:
