@@ -105,6 +105,9 @@ TRUNKLINE_INLINE void linear_rows(const typename T::A* a, long lda, const typena
       left -= 4, b += 4 * kLanes, c += 4 * kLanes;
     }
   }
+  if constexpr (kVectors == 4 && kLanes == kPanelQuantum) {
+    if (left == 3) return linear_tile<T, MR, 3, kLines, kPasses>(a, lda, b, width, steps, c, accumulate, ahead);
+  }
   if constexpr (kVectors >= 4) {
     if (left >= 2) {
       linear_tile<T, MR, 2, 0, 1>(a, lda, b, width, steps, c, accumulate, ahead);

@@ -89,7 +89,8 @@ TRUNKLINE_INLINE Vec plus_lanes(Vec sum, const float* addend, int64_t lane) {
   return addend == nullptr ? sum : add(sum, load(addend + lane));
 }
 
-template <class Out>
+// `kFetches`: rows are so wide that the next panel's place in them is in no cache, and is asked for.
+template <class Out, bool kFetches>
 void store_sums(int rows, const float* sums, LaneConstants constants, PanelAddend addend,
                 typename Out::Storage* out, int64_t ldo, int count) {
   for (int row = 0; row < rows; ++row, sums += kPanelWidth, out += ldo) {
@@ -97,6 +98,7 @@ void store_sums(int rows, const float* sums, LaneConstants constants, PanelAdden
     for (int lane = 0; lane < count; lane += kLanes) {
       const Vec sum = plus_lanes(constants.apply(load(sums + lane), lane), added, lane);
       store_lanes<Out>(out + lane, sum, count - lane);
+      if constexpr (kFetches) prefetch_second(out + kPanelWidth + lane);
     }
   }
 }
@@ -180,11 +182,11 @@ void linear_panels(const LinearCall& call, int rows, int64_t row_begin, int64_t 
     const int count = smaller(kPanelWidth, layer.out_features - lanes);
     const PanelAddend addend{call.addend, row_begin, lanes};
     if (call.float_out) {
-      store_sums<Float32>(rows, sums, constants, addend, static_cast<float*>(call.out) + offset,
-                          layer.out_features, count);
+      store_sums<Float32, true>(rows, sums, constants, addend, static_cast<float*>(call.out) + offset,
+                                layer.out_features, count);
     } else {
       auto* out = static_cast<typename T::Storage*>(call.out) + offset;
-      store_sums<T>(rows, sums, constants, addend, out, layer.out_features, count);
+      store_sums<T, false>(rows, sums, constants, addend, out, layer.out_features, count);
     }
   }
 }
