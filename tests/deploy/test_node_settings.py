@@ -22,9 +22,10 @@ from trunkline.deploy.config.node_settings import (
     parse_addresses,
     parse_ranks,
 )
-from trunkline.deploy.config.options import SERVE_OPTIONS
+from trunkline.deploy.config.options import OPTIONS_OF, SERVE_OPTIONS
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
+from trunkline.deploy.supervisor import configs as configs_module
 from trunkline.deploy.supervisor.configs import Config, configs_of
 from trunkline.deploy.supervisor.serve import plan_cluster
 from trunkline.router.config import RouterConfig
@@ -260,3 +261,11 @@ def test_every_option_of_serve_is_in_some_part() -> None:
     assert {option.field for option in SERVE_OPTIONS if option.parameter not in known} == {"groups"}
     fields = {field.name for field in dataclasses.fields(ServeSettings)}
     assert fields - {option.field for option in SERVE_OPTIONS} == {"ranks_here"}
+
+
+@pytest.mark.parametrize("kind", [Kind.GROUP, Kind.WORKERS])
+def test_parts_without_routers_have_no_options_that_only_routers_read(kind: Kind) -> None:
+    others = {*configs_module._OF_CONTROLLERS.split(), *configs_module._OF_WORKERS.split()}
+    only_routers = set(configs_module._OF_ROUTERS.split()) - others
+    assert len(only_routers) > 10
+    assert only_routers & {option.field for option in OPTIONS_OF[kind]} == set()

@@ -411,7 +411,7 @@ _ROUTER_ONLY: Final = frozenset(
     """served_model_name tool_call_parser reasoning_parser routers policy resume_seconds host port tenants
     tenant_limits tenant_header idempotency_ttl records records_max_bytes records_tenant_bytes file_bytes_max
     prompt_memory_bytes api_key_file allow_anonymous allowed_hosts cors_origins show_lines
-    lora_updates""".split()
+    lora_updates trace_sample""".split()
 )
 _ENGINE_ONLY: Final = frozenset(
     """tp ep dtype kv_dtype device threads kernels cuda_graphs quantization chunk_size kv_memory_bytes
