@@ -6,8 +6,7 @@
 
 A turn of the loop collects what has arrived as events, gives them to `Engine.step`, and does what its `Ready` says
 in the order of its fields: when a result arrives, the next plan goes out before the outputs do, but behind first
-tokens while workers have another step to compute. An idle loop sleeps in `poll`; it wakes once a second to look
-for silent routers.
+tokens while workers have another step. An idle loop sleeps in `poll`; it wakes each second to see silent routers.
 """
 
 from __future__ import annotations

@@ -19,11 +19,12 @@ import msgspec
 import structlog
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from trunkline.router.errors import ApiError, RouterError
 from trunkline.router.request_context import current
 from trunkline.router.streams.generation import Delta
+from trunkline.router.streams.takers import Outlet
 
 CLIENT_LEFT_STATUS: Final = 499
 """Status of a request whose client has left, as in nginx. It appears in metrics and logs only."""
@@ -32,8 +33,8 @@ BODY_SEND: Final = "trunkline.body_send"
 beginning of an answer; passing each token through it would cost a few calls."""
 
 BODY_OUTLET: Final = "trunkline.body_outlet"
-"""Key in a request's scope: the `Outlet` for parts of the answer's body, if there is one. Parts may go there while
-nothing is on its way through `send`."""
+"""Key in a request's scope: the `StreamOutlet` for parts of the answer's body, if there is one. Parts may go there
+while nothing is on its way through `send`."""
 
 SPELT: Final = "trunkline.spelt"
 """Key in a request's scope: the client's spelling of parameters, by the names that errors have for them."""
@@ -102,6 +103,24 @@ SCHEMAS: Final[dict[str, dict[str, Any]]] = {
     "OllamaError": {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]},
 }
 """Schemas of the forms of errors, for the OpenAPI document."""
+
+
+class StreamOutlet(Outlet, Protocol):
+    """An outlet for a whole stream. What its head needs is known long before the first token, for which a client
+    waits: so the head is made ahead, and leaves with the token."""
+
+    async def make_head(self, send: Send, start: Message) -> None:
+        """Have `send` make the head of the answer from its `start`, but write nothing."""
+
+    def begin(self) -> bool:
+        """Begin the answer with the head that was made; return False if there is none that still holds."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the answer has begun, so that it can be no other one."""
+
+    def flush(self) -> None:
+        """Write the head if it has not left."""
 
 
 @runtime_checkable
@@ -233,19 +252,34 @@ class EventStream(Response):
             self._work.close()
 
     async def _send(self, scope: Scope, send: Send) -> None:
+        outlet: StreamOutlet | None = scope.get(BODY_OUTLET)
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        meter = current().meter  # what is left of limits is told as it is when the answer begins
+        if outlet is not None and self._begin is not _at_once and not (meter is not None and meter.headers()):
+            await outlet.make_head(send, start.copy())
         await self._begin()
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        send = scope.get(BODY_SEND, send)
+        if outlet is None or not outlet.begin():
+            await send(start)
+        body_send = scope.get(BODY_SEND, send)
+
+        async def pass_on(part: bytes, *, is_last: bool = False) -> None:
+            if outlet is not None and outlet.is_open and not is_last:
+                outlet.write(part)
+                return
+            if outlet is not None:
+                outlet.flush()
+            await body_send({"type": "http.response.body", "body": part, "more_body": not is_last})
+
         try:
             async for part in self._events:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
+                await pass_on(part)
         except ApiError as failure:
             error = failure.renamed(scope.get(SPELT, {}))
             scope.setdefault("state", {})["stream_failed"] = True
             _log.warning("stream_failed", code=error.code, detail=error.message)
             self._work.close()  # before the client gets the error: its next try must not find its session in use
-            await send({"type": "http.response.body", "body": self._last_words(error), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await pass_on(self._last_words(error))
+        await pass_on(b"", is_last=True)
 
 
 class LineStream(EventStream):

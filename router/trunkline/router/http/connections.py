@@ -21,6 +21,7 @@ from itertools import chain
 from typing import Any, Final
 
 import msgspec
+from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -59,13 +60,66 @@ class ConnectionState(ServerState):
     """Whether connections are closed after their next answer."""
 
 
-class _BodyOutlet:
-    """Writes parts of an answer as `RequestResponseCycle.send` does, but at once or not at all."""
+class _Held:
+    """Takes what is written to a connection's transport."""
 
-    __slots__ = ("_cycle",)
+    __slots__ = ("written",)
+
+    def __init__(self) -> None:
+        self.written = b""
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+
+class _BodyOutlet:
+    """Writes the head and parts of an answer as `RequestResponseCycle.send` does, but parts at once or not at all
+    (a `StreamOutlet`)."""
+
+    __slots__ = ("_cycle", "_head", "_keeps_alive")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
+        self._head = b""
+        """The head that was made, until it is written."""
+        self._keeps_alive = True
+        """Whether it says that the connection stays open."""
+
+    async def make_head(self, send: Send, start: Message) -> None:
+        """Have `send` make the head of an answer from its `start`, but write nothing."""
+        cycle, held = self._cycle, _Held()
+        if cycle.flow.write_paused or cycle.disconnected:
+            return  # `send` would wait
+        transport, self._keeps_alive = cycle.transport, cycle.keep_alive
+        cycle.transport = held  # type: ignore[assignment]
+        try:
+            await send(start)
+        finally:
+            cycle.transport = transport
+            cycle.response_started, cycle.chunked_encoding = False, None
+        self._head = held.written
+
+    def begin(self) -> bool:
+        """Begin the answer with the head that was made; return False if there is none that still holds. It leaves
+        with the first part, or in the loop's next turn."""
+        cycle = self._cycle
+        if not self._head or cycle.disconnected or cycle.keep_alive != self._keeps_alive:
+            self._head = b""
+            return False
+        cycle.response_started = cycle.chunked_encoding = True
+        asyncio.get_running_loop().call_soon(self.flush)
+        return True
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the answer has begun, so that it can be no other one."""
+        return self._cycle.response_started
+
+    def flush(self) -> None:
+        """Write the head, if it has begun and is not written."""
+        head, self._head = self._head, b""
+        if head and self.has_begun and not self._cycle.disconnected:
+            self._cycle.transport.write(head)
 
     @property
     def is_open(self) -> bool:
@@ -77,7 +131,8 @@ class _BodyOutlet:
 
     def write(self, part: bytes) -> None:
         """Write a part; call it only while `is_open`."""
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        head, self._head = self._head, b""
+        self._cycle.transport.write(b"%b%x\r\n%b\r\n" % (head, len(part), part))
 
 
 def _take_body(cycle: RequestResponseCycle) -> bytes:

@@ -30,9 +30,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trunkline.router.errors import ApiError, internal_error
 from trunkline.router.http.answers import (
+    BODY_OUTLET,
     BODY_SEND,
     CLIENT_LEFT_STATUS,
     ClientLeftError,
+    StreamOutlet,
     error_response,
     is_anthropic,
 )
@@ -138,7 +140,8 @@ class RequestMiddleware:
                 status = CLIENT_LEFT_STATUS
             except Exception as error:  # noqa: BLE001 (whatever a request does, the process goes on)
                 _log_failure(error)
-                if not status:
+                outlet: StreamOutlet | None = scope.get(BODY_OUTLET)
+                if not (status if outlet is None else outlet.has_begun):
                     await error_response(scope["path"], internal_error())(scope, receive, send_with_id)
             finally:
                 self._on_over(scope)
