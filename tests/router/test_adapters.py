@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ from router.session_calls import chat, create
 from trunkline.kvstore.adapters import KEY_BYTES, adapter_of, adapter_salt
 from trunkline.router.messages import LoadedAdapter
 from trunkline.router.request_context import choose_adapter
+from trunkline.router.streams.adapters import may_have
 from trunkline.router.tasks import runner
 from trunkline.router.text.tokenizer import Tokenizer
 
@@ -152,3 +154,14 @@ def test_a_request_does_not_wait_for_an_adapter_that_no_group_has_any_more(
             ended = answer.result(60)
     assert (ended.status_code, ended.json()["error"]["code"]) == (503, "engine_failed")
     assert "worker 1 died" in ended.json()["error"]["message"]  # what the group has said, not that none is ready
+
+
+def test_which_groups_may_have_an_adapter() -> None:
+    def link(*keys: bytes, ready: bool = True) -> Any:
+        adapters = [LoadedAdapter(NAME, "/adapters/legal", key) for key in keys]
+        return SimpleNamespace(ready=ready, state=SimpleNamespace(adapters=adapters))
+
+    assert may_have(KEY, [])  # all groups are being replaced
+    assert may_have(KEY, [link(), link(KEY)])
+    assert may_have(KEY, [link(), link(ready=False)])
+    assert not may_have(KEY, [link(), link(b"other")])

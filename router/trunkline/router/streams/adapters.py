@@ -46,9 +46,11 @@ def offered(links: Iterable[ControllerLink]) -> list[OfferedAdapter]:
 
 
 def may_have(key: bytes, links: Iterable[ControllerLink]) -> bool:
-    """Return whether any group has an adapter, or may turn out to have it when it is ready."""
-    return any(
-        not link.ready or link.state is None or key in {it.key for it in link.state.adapters} for link in links
+    """Return whether any group has an adapter, or may turn out to have it: one that is not ready, or that comes
+    when there is none."""
+    found = list(links)
+    return not found or any(
+        not link.ready or link.state is None or key in {each.key for each in link.state.adapters} for link in found
     )
 
 
