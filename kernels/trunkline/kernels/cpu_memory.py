@@ -43,7 +43,7 @@ class TokenMemory(NamedTuple):
         """Return the same memory with another number of tokens in it."""
         views = tuple(own[:number] for own in self.memory)
         arrays = tuple(own.numpy() for own in views)
-        return TokenMemory(number, self.memory, views, arrays, tuple(map(memoryview, arrays)))
+        return TokenMemory(number, self.memory, views, arrays, tuple(own.data for own in arrays))
 
     def advance(self, ids: list[int]) -> None:
         """Put the next token of each row behind its last one, in the same block."""
