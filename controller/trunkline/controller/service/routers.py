@@ -232,6 +232,14 @@ class Routers:
         for index, part in parts.items():
             self.send(index, part)
 
+    def answer(self, outputs: EngineOutputs, block_bytes: int) -> None:
+        """Send the answers to routers' calls. `block_bytes`: size of a block on all ranks together."""
+        for done in outputs.modules:
+            answer = replace(done, ticket=done.ticket & NUMBER_MASK, block_bytes=block_bytes)
+            self.send(done.ticket >> ROUTER_SHIFT, answer)
+        for router, reply in outputs.replies:
+            self.send(router, reply)
+
     def _send_tokens(self, outputs: EngineOutputs, at: int, parts: dict[int, Outputs]) -> None:
         """Send one result's tokens to their routers, together with the routers' `parts`, which are removed."""
         requests, samples, tokens = outputs.requests[at], outputs.samples[at], outputs.tokens[at]

@@ -24,12 +24,10 @@ import zmq
 from trunkline.controller.config import ControllerConfig
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import (
-    AbortRequest,
     CallTexts,
     EndAdapter,
     EndAll,
     EndWaiting,
-    EngineOutputs,
     ExpectRequest,
     Ready,
     WorkersBack,
@@ -67,7 +65,7 @@ from trunkline.controller.service.membership import GroupLostError
 from trunkline.controller.service.offers import LIVE
 from trunkline.controller.service.request_log import RequestLog
 from trunkline.controller.service.router_events import event_of
-from trunkline.controller.service.routers import NUMBER_MASK, ROUTER_SHIFT, Routers
+from trunkline.controller.service.routers import ROUTER_SHIFT, Routers
 from trunkline.controller.service.status import Descriptions, EventPublisher, adapters_in_use, state_of
 from trunkline.controller.service.turns import WRITE_SECONDS_MAX, Deadlines, Leaving, Pending, Status
 from trunkline.controller.service.wakeup import WakeUps
@@ -160,7 +158,7 @@ class ControllerService:
             self._deadlines.drain = now + self.config.drain_seconds
             if self.engine is not None:
                 for call in self.engine.open_calls():  # requests do not depend on them
-                    self._cancel(call)
+                    self._pending.cancel(call)
                 # Routers send the waiting requests to other controllers, which can begin at once.
                 self._pending.events.append(EndWaiting(FinishReason.DRAINING, _STOPPING))
                 self.engine.hurry_writes()
@@ -276,7 +274,11 @@ class ControllerService:
         for router in self.routers.silent(now, self.config.router_silence_seconds_max):
             self.routers.forget(router)
             self._leaving.wait.gone(router, len(self.routers.indices()), now)
-            self._abort_all(router)
+            if self.engine is not None:
+                aborted = self._pending.abort_all(router, self.engine)
+                (log.warning if aborted else log.info)(
+                    "a router is gone; its requests were aborted", requests=aborted
+                )
 
     def _look_around(self, now: float) -> None:
         """Do what need not be done with each step, and note when to do it again."""
@@ -323,8 +325,10 @@ class ControllerService:
         """Do what the engine asks for, in the order of the fields of `Ready`; outputs and log lines in any case.
         Return why the workers are lost, if a rank takes no more messages."""
         reason = self._send((*ready.grammars, ready.plan) if ready.plan is not None else ready.grammars)
-        if ready.outputs is not None:
-            self._publish(ready.outputs)
+        if (outputs := ready.outputs) is not None:
+            self.routers.publish(outputs)
+            if outputs.modules or outputs.replies:
+                self.routers.answer(outputs, self.group.block_bytes)
         if ready.disk_changes:
             self.persistence.note(ready.disk_changes)
         if ready.orders:
@@ -395,17 +399,6 @@ class ControllerService:
         group.loss.ended()
         log.info("ready", epoch=group.epoch, blocks=limits.num_blocks, max_context=limits.longest_plain)
         self._set_status(Status.READY, "")
-
-    def _publish(self, outputs: EngineOutputs) -> None:
-        """Send the routers their parts of the engine's outputs, and the answers to their calls."""
-        self.routers.publish(outputs)
-        for done in outputs.modules:
-            reply = msgspec.structs.replace(
-                done, ticket=done.ticket & NUMBER_MASK, block_bytes=self.group.block_bytes
-            )
-            self.routers.send(done.ticket >> ROUTER_SHIFT, reply)
-        for router, answer in outputs.replies:
-            self.routers.send(router, answer)
 
     def _handle(self, router: int, message: RouterRequest, now: float) -> None:
         """Answer a router, or note what it wants for the engine's next step."""
@@ -478,23 +471,6 @@ class ControllerService:
         if problem := self.group.adapters.problem_of(message.salt):  # other groups may have it
             return Finished(message.request, FinishReason.ENGINE_FAILED, problem)
         return None
-
-    def _abort_all(self, router: int) -> None:
-        """Abort the requests and calls of a router that is gone."""
-        if self.engine is None:
-            return
-        events = self._pending.events
-        requests = [*self.engine.requests(), *(event.id for event in events if isinstance(event, Request))]
-        calls = [*self.engine.open_calls(), *(event.id for event in events if isinstance(event, CallTexts))]
-        mine = [request for request in requests if request >> ROUTER_SHIFT == router]
-        self._pending.events += [AbortRequest(request) for request in mine]
-        for call in calls:
-            if call >> ROUTER_SHIFT == router:
-                self._cancel(call)
-        (log.warning if mine else log.info)("a router is gone; its requests were aborted", requests=len(mine))
-
-    def _cancel(self, call: int) -> None:
-        self._pending.events.append(CallTexts(call, ModulesCall(call & NUMBER_MASK, "cancel")))
 
     def _send_state(self) -> None:
         """Send the state to the routers that wait for it: after a ping, or a change of status."""

@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from trunkline.controller.engine.events import Event
+from trunkline.controller.engine.engine import Engine
+from trunkline.controller.engine.events import AbortRequest, CallTexts, Event
+from trunkline.controller.messages import ModulesCall
+from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.service.handover import HandoverWait
 from trunkline.controller.service.offers import Offering
+from trunkline.controller.service.routers import NUMBER_MASK, ROUTER_SHIFT
 
 WRITE_SECONDS_MAX: Final = 2.0
 """Longest time for which a controller that stops waits for chunks to be written to disk."""
@@ -58,3 +62,18 @@ class Pending:
     """Events for the engine's next step."""
     state_for: set[int] = field(default_factory=set)
     """Indices of the routers that are sent the state after the engine's next step."""
+
+    def abort_all(self, router: int, engine: Engine) -> int:
+        """Abort the requests and calls of a router that is gone; return the number of its requests."""
+        requests = [*engine.requests(), *(event.id for event in self.events if isinstance(event, Request))]
+        calls = [*engine.open_calls(), *(event.id for event in self.events if isinstance(event, CallTexts))]
+        mine = [request for request in requests if request >> ROUTER_SHIFT == router]
+        self.events += [AbortRequest(request) for request in mine]
+        for call in calls:
+            if call >> ROUTER_SHIFT == router:
+                self.cancel(call)
+        return len(mine)
+
+    def cancel(self, call: int) -> None:
+        """Cancel a call about texts of modules."""
+        self.events.append(CallTexts(call, ModulesCall(call & NUMBER_MASK, "cancel")))
