@@ -83,8 +83,8 @@ class Runner:
         vocab_size = shard.config.vocab_size
         # Rank 0 alone samples, so it alone needs grammars.
         self._grammars = GrammarStore(Path(config.model), vocab_size) if group.rank == 0 else None
-        self._sampler = Sampler(vocab_size, device, self._grammars, choose_sampling(kernels))
-        self._selector = Selector(group, self._sampler, self._searches, shard, config.chunk_size)
+        sampler = Sampler(vocab_size, device, self._grammars, choose_sampling(kernels))
+        self._selector = Selector(group, sampler, self._searches, shard, config.chunk_size)
         self._calm = CalmSteps(self._batches, decoder, self._selector, config.epoch)
         # The states are the same on every rank, so one is enough.
         self._pooler = Pooler() if group.rank == 0 else None
@@ -377,7 +377,7 @@ class Runner:
             gone = unpack_int32(plan.leaves).tolist()
             if self._searches.search_of:
                 self._searches.remove(gone)
-            self._sampler.forget(gone)
+            self._selector.forget(gone)
             if self._pooler is not None:
                 self._pooler.forget(gone)
         for join in plan.joins:

@@ -264,10 +264,9 @@ def _progress(config: WorkerConfig, link: Link, watchdog: Watchdog) -> Callable[
     return progress
 
 
-def _loop(
-    config: WorkerConfig, link: Link, watchdog: Watchdog, runner: Runner, tiers: TierService, traces: StepTraces
-) -> int:
-    ready = WorkerReady(
+def _ready(config: WorkerConfig, runner: Runner, tiers: TierService) -> WorkerReady:
+    """Return the report that this rank can compute steps."""
+    return WorkerReady(
         rank=config.rank,
         epoch=config.epoch,
         pid=os.getpid(),
@@ -282,6 +281,12 @@ def _loop(
         exports=tiers.exports,
         **runner.windows,
     )
+
+
+def _loop(
+    config: WorkerConfig, link: Link, watchdog: Watchdog, runner: Runner, tiers: TierService, traces: StepTraces
+) -> int:
+    ready = _ready(config, runner, tiers)
     log.info("ready", blocks=runner.num_blocks, block_bytes=runner.block_bytes, device=config.device)
     report_status(config.status_path, "ready", epoch=config.epoch)
     started, next_ready = False, 0.0

@@ -11,6 +11,7 @@ been in without drafts, nothing has to be taken back, and nothing is drawn behin
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -67,6 +68,10 @@ class Selector:
         """The last logits on a CPU whose largest were taken, and their memory: steady steps have the same."""
         self._drawn_plainly: bool | None = None
         """Whether a graph draws what the rows want; None: that was not asked for these rows."""
+
+    def forget(self, sequences: Iterable[int]) -> None:
+        """Forget sequences that have left the batch."""
+        self._sampler.forget(sequences)
 
     def leaves_to_graph(self, batch: ForwardBatch) -> bool:
         """Return whether the tokens that a graph draws for decode rows are those that they want."""
