@@ -180,6 +180,7 @@ class Replay:
         self.steps += 1
         self.row_steps += len(slots)
         self.drafter.planned(self.steps, self.now_us / 1e6, drafted)
+        self.drafter.study(is_idle=False)
         self.now_us += elapsed + pause * waits
         self.drafter.answered(self.steps, self.now_us / 1e6, int(elapsed))
         self.costs.observe(rows=len(slots) + drafted, prefill_tokens=0, elapsed_us=elapsed)
@@ -260,7 +261,7 @@ def bodies_of(kind: str, texts: Items[Int32Array], batch: int, number: int, toke
 
 def measure_server(arguments: argparse.Namespace, report: Report) -> None:
     kinds = server_texts(Texts())
-    rounds, tokens = (3, 64) if arguments.quick else (arguments.rounds, 256)
+    rounds, tokens = (3, 64) if arguments.quick else (arguments.rounds, arguments.tokens)
     with ExitStack() as stack:
         urls = []
         for mode in ("auto", "off"):
@@ -289,6 +290,7 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--texts", type=Path, help="JSON lines with prompt and answer, to be replayed")
     parser.add_argument("--rounds", type=int, default=9, help="pairs of runs on the servers (default: 9)")
+    parser.add_argument("--tokens", type=int, default=256, help="of each answer of a server (default: 256)")
     parser.add_argument("--skip-server", action="store_true", help="only replay")
     parser.add_argument("--skip-replay", action="store_true", help="only the server")
     arguments = parser.parse_args()

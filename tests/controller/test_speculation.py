@@ -13,6 +13,7 @@ from simulation.driver import Simulation
 from simulation.engines import ENGINES, TINY
 from simulation.streams import verify
 
+from trunkline.controller.drafts import drafter as drafter_module
 from trunkline.controller.drafts.drafter import Drafter
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import Event
@@ -92,6 +93,24 @@ def test_another_tenant_has_no_drafts_of_it() -> None:
     first = steps_of(simulation, [1, 2, 3], salt=b"a")
     assert steps_of(simulation, [1, 2, 3], salt=b"b") > first - 10
     assert steps_of(simulation, [1, 2, 3], salt=b"b") < first / 2
+
+
+def test_texts_are_indexed_while_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts, and the engine is called again until all are."""
+    monkeypatch.setattr(drafter_module, "TENANT_TOKENS_PER_STEP", 300)
+    rng = random.Random(7)
+    alone = Alone([rng.randrange(50_000) for _ in range(1500)], [rng.randrange(50_000) for _ in range(80)], 1000)
+    source, calls = alone.engine.scheduler.drafting.source, 0
+    assert isinstance(source, Drafter)
+    tenants = source._tenants
+    assert tenants.waits
+    while alone.engine.step((), 9.0).wake_at == 9.0:
+        calls += 1
+    assert calls >= 3
+    assert not tenants.waits
+    index = tenants.of(b"").index
+    assert index is not None
+    assert index.count > 1580
 
 
 def test_off_is_off() -> None:

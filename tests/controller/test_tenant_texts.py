@@ -136,6 +136,7 @@ def test_growing_is_bounded_by_step() -> None:
     index = indexed(texts, b"a", text)
     texts.add(b"a", np.empty(0, np.int32), text[:20])
     assert texts.waits
+    assert texts.index_some(1000) == 20
     assert index.grows
     done = []
     while texts.waits:
@@ -146,6 +147,7 @@ def test_growing_is_bounded_by_step() -> None:
     assert index.nbytes == TextIndex.bytes_for(2 * tenant_texts.FIRST_TOKENS)
     for number in range(4):  # grows again, and is forgotten
         texts.add(b"a", np.empty(0, np.int32), text[number * 2048 : (number + 1) * 2048])
+    assert texts.index_some(10_000) == 8182
     assert index.grows
     for number in range(tenant_texts.TENANTS_MAX):
         texts.of(b"%d" % number)
@@ -169,10 +171,12 @@ def test_memory_of_tenants_and_of_waiting_prompts_is_bounded(monkeypatch: pytest
     assert texts.index_some(1 << 20) == 24_000, "the oldest were given up"
 
 
-def test_an_output_is_there_at_once_and_its_prompt_behind_it() -> None:
+def test_outputs_are_indexed_before_their_prompts() -> None:
     rng, texts = random.Random(2), TenantTexts()
     prompt, output = text_of(rng, 300), text_of(rng, 50)
     texts.add(b"a", prompt, output)
+    assert texts.of(b"a").index is None
+    assert texts.index_some(50) == 50
     assert follows(texts.of(b"a").index, output, 20)
     assert not follows(texts.of(b"a").index, prompt, 20)
     assert texts.index_some(100) == 100

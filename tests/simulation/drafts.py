@@ -78,6 +78,9 @@ class RandomDrafts(DraftSource):
     def foretold(self, slot: int, tokens: Int32Array) -> None:
         assert slot in self.here
 
+    def study(self, *, is_idle: bool) -> bool:
+        return False
+
     @property
     def calm_steps(self) -> int:
         return 0

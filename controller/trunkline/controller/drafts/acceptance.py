@@ -14,9 +14,10 @@ stands behind an opening bracket.
 
 from __future__ import annotations
 
-from array import array
 from enum import IntEnum
 from typing import Final
+
+import numpy as np
 
 from trunkline.controller.drafts.text_index import MATCH_MAX
 
@@ -60,6 +61,9 @@ PRIOR: Final = {
 """Chances that are assumed before anything is measured, by class; each counts as `PRIOR_TRIALS` tokens."""
 PRIOR_PARTS: Final = (1.0, 0.6, 1.0, 1.2)
 """By which these chances are multiplied, by `Others`."""
+_PRIOR_RATES: Final = [
+    [[min(rate * part, 0.95) for rate in PRIOR[source]] for part in PRIOR_PARTS] for source in Source
+]
 PRIOR_TRIALS: Final = 8.0
 TRIALS_MAX: Final = 512.0
 """Number of tokens over which a class remembers."""
@@ -85,12 +89,13 @@ class Acceptance:
 
     def __init__(self) -> None:
         self._trials = [[[PRIOR_TRIALS] * len(CLASSES) for _ in Others] for _ in Source]
-        self._rates = [
-            [[min(rate * part, 0.95) for rate in PRIOR[source]] for part in PRIOR_PARTS] for source in Source
-        ]
-        self.behind = TokenFits()
+        self._rates = [[rates.copy() for rates in parts] for parts in _PRIOR_RATES]
+        # In one piece: the system gives such memory when it is first touched, and most tenants touch little of it.
+        counts = np.zeros((4, TOKEN_SLOTS), np.float32)
+        right, expected, right_of, expected_of = (row.data.cast("B").cast("f") for row in counts)
+        self.behind = TokenFits(right, expected)
         """By the token behind which drafts stood."""
-        self.of = TokenFits()
+        self.of = TokenFits(right_of, expected_of)
         """By the token that was drafted."""
 
     def chance(self, source: Source, match: int, others: Others) -> float:
@@ -129,8 +134,12 @@ class Acceptance:
 class TokenFits:
     """How often drafts have been right, by a token, compared with all others."""
 
-    def __init__(self) -> None:
-        self._right, self._expected = (array("f", bytes(4 * TOKEN_SLOTS)) for _ in range(2))
+    def __init__(self, right: memoryview[float], expected: memoryview[float]) -> None:
+        """
+        Args:
+            right, expected: `[TOKEN_SLOTS]` float32, zeros.
+        """
+        self._right, self._expected = right, expected
 
     def learn(self, token: int, chance: float, *, is_right: bool) -> None:
         """Take in whether a draft was right of which others have this chance."""

@@ -2,6 +2,7 @@
 
     add ─► extend … ─► remove     each token moves its sequence's follower, and teaches how often drafts are
                                   right; where nothing can pay, tokens of some steps are held together
+    study                         indexes prompts, while the workers compute
     waits, propose                would drafts pay now? which, and how long (`length.py`)
 
 A token that a follower foresaw counts as right whether it was drafted or not, so nothing is spent on trying.
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkline.controller.drafts.acceptance import Source
-from trunkline.controller.drafts.allowance import Allowance
+from trunkline.controller.drafts.allowance import SHARE, Allowance
 from trunkline.controller.drafts.follower import Follower
 from trunkline.controller.drafts.length import Lengths
 from trunkline.controller.drafts.tenant_texts import TenantTexts
@@ -38,9 +39,9 @@ FOLLOWED_MAX: Final = 64
 """Largest number of sequences that are followed at once: a larger batch gains little from drafts, and following
 takes some µs per token."""
 INDEX_TOKENS_PER_STEP: Final = 8192
-"""Tokens of prompts that are indexed behind one result (about 0.1 ms)."""
+"""Tokens of prompts that are indexed behind one plan (about 0.1 ms)."""
 TENANT_TOKENS_PER_STEP: Final = 2048
-"""Tokens of the prompts of requests that have ended which are looked at behind one result (0.06 to 0.16 ms)."""
+"""Tokens of the texts of requests that have ended which are looked at behind one plan (0.06 to 0.16 ms)."""
 INDEX_BYTES_MAX: Final = 64 << 20
 """Memory of all indexes of sequences together."""
 GROWTH_TOKENS: Final = 4096
@@ -59,8 +60,12 @@ LOOK_US: Final = 30.0
 """Price of looking for a long match."""
 THOROUGH_US: Final = 35.0
 """Price of looking for every match."""
+STUDY_US: Final = 20.0, 0.02, 0.05
+"""Price of indexing, of each token of a prompt of a sequence, and of a text of one that has ended."""
 DRAFT_US: Final = 20.0
 """Price of a draft that is considered."""
+STALL: Final = 2.0
+"""What a step with drafts takes beyond so many times its expected time is not held against drafts."""
 CHOOSE_US: Final = 30.0, 8.0
 """Price of choosing lengths, and of each draft more."""
 
@@ -91,6 +96,8 @@ class Drafter:
         """Whether the next step is planned only behind the result of the one in flight; None: not known yet."""
         self._rows, self._plain_us = 0, 0.0
         """Rows of the next step, and its time without drafts in µs; 0 until they are known."""
+        self._share = SHARE
+        """Part of the steps' time that looking may take; 0: nothing is looked at."""
 
     @property
     def nbytes(self) -> int:
@@ -135,23 +142,30 @@ class Drafter:
             self._held.count += 1 if tokens.ndim == 1 else len(tokens)
             if self._held.count >= self._rest:
                 self._look()
-        if self._unindexed or self._tenants.waits:
-            self._index_prompts()
+
+    @property
+    def _is_shut(self) -> bool:
+        """Whether nothing may be looked at."""
+        return not self._share or self._allowance.is_broke
 
     def _look(self) -> None:
         """Look at the tokens that are held, as far as the allowance admits, and decide when to look again."""
-        if self._allowance.is_broke and self._held.count < HELD_MAX:
-            self._rest = min(self._held.count + self._allowance.broke_steps, HELD_MAX)
+        if self._is_shut and self._held.count < HELD_MAX:
+            self._rest = min(self._held.count + self._shut_steps, HELD_MAX)
             return
         for follower in self._hand_over():
             self._advance(follower)
-        if self._allowance.is_broke:
-            self._rest = self._allowance.broke_steps
+        if self._is_shut:
+            self._rest = self._shut_steps
         elif self._placed:
             self._rest = 1
         else:
             self._rest = min(follower.interval for follower in self._followers.values())
         self._rest = min(self._rest, CALM_STEPS_MAX)
+
+    @property
+    def _shut_steps(self) -> int:
+        return self._allowance.broke_steps if self._share else CALM_STEPS_MAX
 
     def _hand_over(self) -> list[Follower]:
         """Give the tokens that are held to their followers; return those that are due."""
@@ -170,7 +184,7 @@ class Drafter:
 
     def _advance(self, follower: Follower) -> None:
         """Look at tokens that wait, as far as the allowance admits."""
-        if self._allowance.is_broke:
+        if self._is_shut:
             if follower.waiting_count >= HELD_MAX:
                 self._placed -= follower.place is not None
                 follower.skip()
@@ -189,10 +203,19 @@ class Drafter:
         """Return whether short matches are looked for, too."""
         return self._allowance.is_rich and follower.is_likely(self._least)
 
-    def _index_prompts(self) -> None:
-        """Index a part of the prompts that wait for it, if there are some and the allowance admits it."""
-        if not (self._unindexed or self._tenants.waits) or self._allowance.is_broke:
-            return
+    @property
+    def studies(self) -> bool:
+        """Whether prompts of sequences wait to be indexed, and may be."""
+        return bool(self._unindexed) and not self._is_shut
+
+    def study(self, *, is_idle: bool) -> bool:
+        """Index a part of the texts that wait for it, if there are some and the allowance admits it; where nothing
+        runs, it costs nothing. Return whether to go on at once."""
+        if is_idle:
+            self._tenants.index_some(TENANT_TOKENS_PER_STEP)
+            return self._tenants.waits
+        if self._is_shut or not (self._unindexed or self._tenants.waits):
+            return False
         budget = INDEX_TOKENS_PER_STEP
         while self._unindexed and budget > 0:
             follower = self._unindexed[0]
@@ -206,14 +229,17 @@ class Drafter:
             budget -= follower.index_some(budget)
             if follower.is_indexed:
                 self._unindexed.popleft()
-        self._tenants.index_some(min(budget, TENANT_TOKENS_PER_STEP))
+        own = INDEX_TOKENS_PER_STEP - budget
+        others = self._tenants.index_some(min(max(budget, 0), TENANT_TOKENS_PER_STEP))
+        self._allowance.spend(STUDY_US[0] + STUDY_US[1] * own + STUDY_US[2] * others)
+        return False
 
     # Steps
 
     def foretold(self, slot: int, tokens: Int32Array) -> None:
         """Let a sequence draft what its grammar demands."""
         follower = self._followers.get(slot)
-        if follower is None or self._allowance.is_broke or not len(tokens) or tokens.min() < 0:
+        if follower is None or self._is_shut or not len(tokens) or tokens.min() < 0:
             return
         self._allowance.spend(TRACK_US)
         self._hand_over()
@@ -224,20 +250,20 @@ class Drafter:
 
     @property
     def calm_steps(self) -> int:
-        """For how many steps more there will be no guesses."""
-        if self._serial is not None:
+        """For how many steps more there will be no guesses; 0: it has to be told of each."""
+        if self._serial is not None or self.studies:
             return 0
-        if (self._unindexed or self._tenants.waits) and not self._allowance.is_broke:
-            return 0
-        return max(0, self._rest - self._held.count) if self._followers else CALM_STEPS_MAX
+        return max(1, self._rest - self._held.count) if self._followers else CALM_STEPS_MAX
 
     def settle(self, slots: Slots, tokens: Int32Array, steps: list[int]) -> None:
         """Take in the tokens of steps that were neither `planned` nor `answered` here."""
         self._lengths.bubble.settle(steps)
-        plain_us = self._lengths.plain_us(len(slots), 0)
-        for drawn in tokens:
-            self._allowance.step(plain_us)
-            self.extend(slots, drawn)
+        if not len(tokens):
+            return
+        self._waits = self._waits or None
+        self._share = self._lengths.share(len(slots), 0)
+        self._allowance.step(self._lengths.plain_us(len(slots), 0), self._share, len(tokens))
+        self.extend(slots, tokens)
 
     def waits(self, slots: Slots) -> bool:
         """Return whether drafts behind the step in flight are worth waiting for its result."""
@@ -263,10 +289,11 @@ class Drafter:
         """Return each row's draft with its chances, `ahead` longer than may be; none at all: all are empty."""
         self._rows, self._plain_us = len(slots), self._lengths.plain_us(len(slots), prefill_tokens)
         self._least = least = self._lengths.least_chance(len(slots), prefill_tokens)
+        self._share = self._lengths.share(len(slots), prefill_tokens)
         placed, most = self._placed, self._placed * log1p(DRAFT_MAX)
         if (
             self._held.steps
-            or self._allowance.is_broke
+            or self._is_shut
             or not self._lengths.may_pay(len(slots), prefill_tokens, most, placed)
         ):
             return []
@@ -291,13 +318,15 @@ class Drafter:
         """Note a step that was planned."""
         alone = self._lengths.bubble.planned(step, now)
         if self._plain_us:
-            self._allowance.step(self._plain_us)
+            self._allowance.step(self._plain_us, self._share)
         serial, self._serial = self._serial, None
         if serial is not None and serial.whole_us:
             self._lengths.worth.step(serial.tokens, serial.rows, serial.plain_us, serial.whole_us)
-            self._allowance.saved(serial.plain_us * serial.tokens / serial.rows - serial.whole_us)
+            whole_us = min(serial.whole_us, STALL * serial.expected_us)
+            self._allowance.saved(serial.plain_us * serial.tokens / serial.rows - whole_us)
         if alone and self._rows and (drafted or self._waits or (serial is not None and serial.drafted)):
-            self._serial = _SerialStep(self._rows, self._plain_us, drafted=drafted > 0)
+            expected_us = self._lengths.whole_us(self._rows, drafted, self._plain_us)
+            self._serial = _SerialStep(self._rows, self._plain_us, expected_us, drafted=drafted > 0)
         elif not alone:
             self._lengths.worth.rest()
         self._waits, self._rows, self._plain_us = None, 0, 0.0
@@ -326,6 +355,8 @@ class _SerialStep:
     rows: int
     plain_us: float
     """Estimated time of the step without drafts, in microseconds."""
+    expected_us: float
+    """Estimated time of the step as it is, with the time that the workers wait for its plan."""
     drafted: bool
     tokens: int = 0
     """Tokens that it has brought so far."""

@@ -188,6 +188,10 @@ class Follower:
             place = self._compare(place, last, last := tokens[foreseen])
             foreseen += place is not None
         self._note(foreseen, len(tokens))
+        if runs and place is None and len(tokens) > 1:  # the sequence may repeat what has just come
+            self._take_in(tokens[:-1])
+            self._index_late()
+            tokens = tokens[-1:]
         self._take_in(tokens)
         if runs and (place is None or (thorough and place.match < SURE)):
             place = self._look(place, self._hashes.mixed(), self.came[-self._late :], runs)

@@ -26,6 +26,8 @@ from typing import Final
 
 import numpy as np
 
+from trunkline.controller.drafts.acceptance import CHANCE_MAX
+from trunkline.controller.drafts.allowance import SHARE
 from trunkline.controller.tiers.costs import StepCosts
 
 MARGIN: Final = 1.02
@@ -37,6 +39,10 @@ ROW_LEAST: Final = 0.002
 WORTH_GOAL: Final = 1.05
 """Smallest worth of drafts (`Worth`) for which `MARGIN` is enough."""
 WORTH_PRIOR: Final = 0.55, 0.5
+LOOKED_PART: Final = 0.1
+"""Part of what the best drafts would save beyond `WORTH_GOAL` that looking for them may take."""
+BEST_LENGTHS: Final = (1, 3, 8, 24)
+"""Lengths of drafts of which the best is taken to be known."""
 WORTH_KEPT: Final = 0.97
 """Part of the worth that a step with drafts leaves: some 30 steps count."""
 WORTH_RECOVERY: Final = 0.002
@@ -141,6 +147,19 @@ class Lengths:
         """Return the time of a step without drafts, in µs."""
         return self._costs.step_us(rows, prefill_tokens)
 
+    def whole_us(self, rows: int, drafted: int, plain_us: float) -> float:
+        """Return the time in µs of a step that is waited for, with drafts, which takes `plain_us` without."""
+        return plain_us + self.bubble.us + drafted * self._row_us(rows, 0)
+
+    def share(self, rows: int, prefill_tokens: int) -> float:
+        """Return which part of such steps' time looking for drafts may take, at most `SHARE`; 0: even drafts that
+        are surely right, for all rows, would bring next to nothing, as in a busy batch of a small model, whose
+        steps take as long as they have rows."""
+        plain_us, row_us = self.plain_us(rows, prefill_tokens), rows * self._row_us(rows, prefill_tokens)
+        waited_us = plain_us + self.bubble.us
+        best = max(tokens * plain_us / (waited_us + length * row_us) for length, tokens in _BEST)
+        return min(max(0.0, LOOKED_PART * (best - WORTH_GOAL)), SHARE)
+
     def may_pay(self, rows: int, prefill_tokens: int, most: float, drafting: int) -> bool:
         """Return whether drafts could pay, if they cost one row and bring the most.
 
@@ -188,6 +207,10 @@ class Lengths:
     def _row_us(self, rows: int, prefill_tokens: int) -> float:
         plain_us = self._costs.step_us(rows, prefill_tokens)
         return max(self._costs.step_us(rows + 1, prefill_tokens) - plain_us, ROW_LEAST * plain_us)
+
+
+_BEST: Final = [(length, (1.0 - CHANCE_MAX ** (length + 1)) / (1.0 - CHANCE_MAX)) for length in BEST_LENGTHS]
+"""Lengths of drafts, and how many tokens they bring at best."""
 
 
 def _one_length(chain: Sequence[float], longer: float, row: float, margin: float) -> list[int] | None:

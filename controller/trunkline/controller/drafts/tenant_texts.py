@@ -1,7 +1,7 @@
 """What the requests of each tenant have said and were told: texts in which their later ones find drafts. Pure.
 
-    a request ends ─► its output: indexed at once
-                   └► its prompt: waits ─► what the index has not got yet, a part behind each step's result
+    a request ends ─► its output, its prompt: wait ─► indexed in parts, while the workers compute or rest;
+                                                      of prompts what the index has not got yet
 
 Agents read the same files in one session after the other, and what they write is often like something that they
 have read; the radix tree knows such a text only behind the very same path. So there is one `TextIndex` per salt.
@@ -59,8 +59,9 @@ class TenantTexts:
     def __init__(self) -> None:
         self._tenants: OrderedDict[bytes, Tenant] = OrderedDict()
         """By salt; the tenant that was active least recently comes first."""
-        self._waiting: deque[tuple[bytes, Int32Array]] = deque()
-        """Prompts that are not indexed, or their ends, with their salts, in order of arrival."""
+        self._waiting: deque[tuple[bytes, Int32Array, bool]] = deque()
+        """Texts that are not indexed, or their ends, with their salts, in order of arrival; and whether the index
+        may have parts of them, as of prompts."""
         self._growing: deque[TextIndex] = deque()
         """Indexes that grow, which they do one after the other."""
 
@@ -71,7 +72,7 @@ class TenantTexts:
 
     @property
     def waits(self) -> bool:
-        """Whether prompts wait to be indexed, or an index grows."""
+        """Whether texts wait to be indexed, or an index grows."""
         return bool(self._waiting or self._growing)
 
     def of(self, salt: bytes) -> Tenant:
@@ -84,21 +85,22 @@ class TenantTexts:
         return tenant
 
     def add(self, salt: bytes, prompt: Int32Array, output: Int32Array) -> None:
-        """Take in a request that has ended. Its prompt is indexed by `index_some`.
+        """Take in a request that has ended. Its texts are indexed by `index_some`, the output first.
 
         Args:
             prompt: `[n]`; not kept, but copied.
+            output: `[n]`; kept.
         """
         if len(output):
-            self._extend(salt, output)
+            self._waiting.append((salt, output[-TEXT_TOKENS:], False))
         if len(prompt) >= BLOCK:
-            self._waiting.append((salt, prompt[-TEXT_TOKENS:].copy()))
-        while sum(len(each) for _, each in self._waiting) > WAITING_MAX:
+            self._waiting.append((salt, prompt[-TEXT_TOKENS:].copy(), True))
+        while sum(len(each) for _, each, _ in self._waiting) > WAITING_MAX:
             self._waiting.popleft()
 
     def index_some(self, most: int) -> int:
-        """Index what is new in up to `most` tokens of the prompts that wait, or so many again of an index that is
-        growing, for which prompts wait; return how many."""
+        """Index what is new in up to `most` tokens of the texts that wait, or so many again of an index that is
+        growing, for which texts wait; return how many."""
         looked = 0
         if self._growing:
             looked = self._growing[0].grow_some(most)
@@ -106,13 +108,13 @@ class TenantTexts:
                 self._growing.popleft()
             return looked
         while self._waiting and looked < most:
-            salt, tokens = self._waiting.popleft()
+            salt, tokens, may_be_known = self._waiting.popleft()
             part, rest = np.split(tokens, [most - looked])
             if len(rest):
-                self._waiting.appendleft((salt, rest))
+                self._waiting.appendleft((salt, rest, may_be_known))
             looked += len(part)
             index = self.of(salt).index
-            for piece in [part] if index is None else pieces_unknown(index, part):
+            for piece in pieces_unknown(index, part) if may_be_known and index is not None else [part]:
                 self._extend(salt, piece)
         return looked
 

@@ -141,8 +141,9 @@ class TextIndex:
         if larger is None:
             return 0
         oldest = max(0, self.count - self._mask - 1)
-        if larger.count < oldest:
-            larger.clear()
+        if larger.count < oldest:  # what was overwritten meanwhile is a gap
+            gap = np.arange(max(larger.count, oldest - larger._mask - 1), oldest) & larger._mask
+            larger._tokens[gap] = NO_TOKEN
             larger.count = oldest
         start, stop = larger.count, min(larger.count + min(most, max(self._moved, MOVED_FIRST)), self.count)
         larger.extend(self._tokens[np.arange(start, stop) & self._mask])

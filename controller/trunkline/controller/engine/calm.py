@@ -11,6 +11,7 @@ processor's caches are filled by others, and then a function that takes a micros
 
 What calm steps have changed comes into the rows when they end (`settle`). Any other event ends them before it is
 taken in, and so do a token that may end its row, and time: what only time brings is looked at after `CALM_S`.
+Drafts end them, too, but looking for them does not.
 """
 
 from __future__ import annotations
@@ -59,6 +60,10 @@ class CalmSteps:
         """All stop tokens of the rows."""
         self._taken: list[Int32Array] = []
         """The tokens of each result, `[rows]`, that are not in the rows yet."""
+        self._told = 0
+        """Number of these results that the source of drafts has."""
+        self._look_in = inf
+        """In how many results it is to look at them."""
         self._planned = 0
         """Number of plans that are not in the rows yet."""
 
@@ -68,17 +73,16 @@ class CalmSteps:
         slack = slack_of(scheduler.kv, len(rows))
         if ready.again or ready.wake_at < inf or not len(rows) or (len(rows) > CALM_ROWS_MAX and not slack):
             return
-        if (drafting_steps := scheduler.drafting.calm_steps) < CALM_STEPS_MIN:
+        if not (look_in := scheduler.drafting.calm_steps):
             return
         if self._requests.pending_outputs or not self._is_quiet(scheduler):
             return
         if any(step.rows is not rows or step.drafts or step.prefill_tokens for step in inflight):
             return
         plans, results = scheduler.rows.calm_steps(rows.slots, slack)
-        results = int(min(results, drafting_steps))
         if min(plans, results) < CALM_STEPS_MIN:
             return
-        self._scheduler, self._rows = scheduler, rows
+        self._scheduler, self._rows, self._look_in = scheduler, rows, look_in
         self._plans_left, self._results_left, self._until = plans, results, now + CALM_S
         self._stops = scheduler.rows.stops.of(rows.slots)
 
@@ -122,31 +126,52 @@ class CalmSteps:
         counters.steps += 1
         scheduler.costs.observe_decode(result.step, rows=places, elapsed_us=result.elapsed_us)
         self._taken.append(tokens)
-        self._planned += 1
         self._results_left -= 1
-        self._plans_left -= 1
         self._inflight.popleft()
-        step = self._inflight[-1].step + 1 if self._inflight else result.step + 1
-        self._inflight.append(InflightStep(step, rows, places, 0, {}))
+        self._look_in -= 1
+        waits = not self._look_in and self._look(scheduler)
+        plan = None
+        if not waits:
+            step = self._inflight[-1].step + 1 if self._inflight else result.step + 1
+            self._inflight.append(InflightStep(step, rows, places, 0, {}))
+            plan = StepPlan(step, epoch)
+            self._planned += 1
+            self._plans_left -= 1
         return Ready(
             grammars=(),
-            plan=StepPlan(step, epoch),
+            plan=plan,
             disk_changes=(),
             orders=(),
             outputs=EngineOutputs(
                 requests=[rows.requests], samples=[rows.samples], tokens=[tokens], logprobs=[None]
             ),
             ended=(),
+            again=waits and not self._inflight,
             wake_at=inf,
         )
+
+    def _look(self, scheduler: Scheduler) -> bool:
+        """Let the source of drafts look at the latest tokens; return whether the next step is to have drafts, and
+        so is planned behind those in flight. Then these steps are no longer calm."""
+        self._tell(scheduler)
+        waits = scheduler.drafting.source_waits(self._rows.slots)
+        self._look_in = scheduler.drafting.calm_steps
+        if waits or not self._look_in:
+            self._results_left = 0
+        return waits
+
+    def _tell(self, scheduler: Scheduler) -> None:
+        """Tell the source of drafts what it has not got yet."""
+        tokens = np.array(self._taken[self._told :], np.int32).reshape(-1, len(self._rows))
+        scheduler.drafting.settle(self._rows.slots, tokens, [step.step for step in self._inflight])
+        self._told = len(self._taken)
 
     def settle(self) -> None:
         """End the calm steps: enter what they have changed."""
         scheduler, self._scheduler = self._scheduler, None
-        if scheduler is None or not self._planned:
+        if scheduler is None or not self._taken:
             return
-        tokens = np.stack(self._taken)
-        scheduler.rows.accept_calm(self._rows.slots, tokens, self._planned)
-        scheduler.drafting.settle(self._rows.slots, tokens, [step.step for step in self._inflight])
+        scheduler.rows.accept_calm(self._rows.slots, np.stack(self._taken), self._planned)
+        self._tell(scheduler)
         scheduler.queue.charge_rows(self._planned)
-        self._taken, self._planned = [], 0
+        self._taken, self._told, self._planned = [], 0, 0

@@ -127,7 +127,7 @@ class Engine:
     def begin(self, events: Iterable[Event], now: float) -> Ready:
         """Return what of a step workers and clients wait for; if it has a rest, `finish` must follow at once."""
         if (calm := self._calm.step(events, self.epoch, now)) is not None:
-            self._step += 1
+            self._step += calm.plan is not None
             return calm
         problem, grammars, plan = "", list[CompileGrammar | ForgetGrammar](), None
         for event in events:
@@ -165,6 +165,7 @@ class Engine:
             self._requests.started(sequence.group, now)
         self._starting.clear()
         orders = self._tier_orders(now) if can_plan else ()
+        studies = self.scheduler.drafting.study(is_idle=self.is_idle)
         disk_changes = [*self._disk_changes, *take_disk_changes(self.scheduler.kv.tree)]
         self._disk_changes.clear()
         ready = Ready(
@@ -175,7 +176,7 @@ class Engine:
             outputs=None if self.holds_starts else self.take_outputs(),
             ended=self._requests.timelines.take_done(),
             again=plan is not None and not self._is_full,
-            wake_at=self._wake_at(now),
+            wake_at=now if studies else self._wake_at(now),
         )
         if plan is not None:
             self._calm.begin(self.scheduler, ready, now)

@@ -64,8 +64,12 @@ class Drafting:
 
     @property
     def calm_steps(self) -> float:
-        """For how many steps more there will be no drafts."""
+        """For how many steps more the source need not be told of tokens; 0: it has to be told step by step."""
         return inf if self.source is None else self.source.calm_steps
+
+    def study(self, *, is_idle: bool) -> bool:
+        """Let the source look at texts, while workers compute; return whether to call this again at once."""
+        return self.source is not None and self.source.study(is_idle=is_idle)
 
     def settle(self, slots: Slots, tokens: Int32Array, steps: list[int]) -> None:
         """Tell the source of steps that it was not told of: none had drafts, and each drew a token for each row.
@@ -95,6 +99,10 @@ class Drafting:
             return False
         slots = self._rows.active_slots()
         return bool(len(slots)) and self.source.waits(slots)
+
+    def source_waits(self, slots: Slots) -> bool:
+        """Return what `waits` does, if these are the sequences that have a token to compute then."""
+        return self.source is not None and self.source.waits(slots)
 
     def plan(self, plan: PlanBuilder) -> None:
         """Add drafts to a plan whose rows and prompt tokens are decided."""

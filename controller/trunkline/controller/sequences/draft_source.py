@@ -42,9 +42,19 @@ class DraftSource(Protocol):
         """Note what a sequence's grammar demands behind its tokens so far, as it is usually spelled."""
         ...
 
+    def study(self, *, is_idle: bool) -> bool:
+        """Look at a part of the texts that wait for it. Nobody waits meanwhile; return whether to call it again at
+        once.
+
+        Args:
+            is_idle: whether no step is in flight, and no request there.
+        """
+        ...
+
     @property
     def calm_steps(self) -> int:
-        """For how many steps more there will be no guesses. Their tokens may come together, in `settle`."""
+        """For how many steps more there will be no guesses: their tokens may come together, in `settle`. Then it
+        `waits`, or there are none for some steps more. 0: steps have to be `planned` and `answered`."""
         ...
 
     def settle(self, slots: Slots, tokens: Int32Array, steps: list[int]) -> None:
