@@ -295,8 +295,8 @@ def test_nothing_is_looked_at_where_even_right_drafts_bring_next_to_nothing() ->
     replay.run([(text, text[20:]) for text in texts], 32)
     assert replay.drafted < 0.01 * replay.tokens
     assert replay.looked_us < 2 * FIRST * (400.0 + 32 * 200.0), "until rows are known to be dear"
-    assert lengths.share(32, 0) == 0
-    assert 0 < lengths.share(12, 0) < SHARE == lengths.share(1, 0)
+    assert lengths.share(32) == 0
+    assert 0 < lengths.share(12) < SHARE == lengths.share(1)
     drafted, steps = replay.drafted, replay.steps
     replay.run([(texts[0], texts[0][20:])], 1)
     assert replay.drafted > drafted + 200

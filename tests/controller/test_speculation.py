@@ -173,7 +173,7 @@ def test_steps_are_calm_until_something_is_foreseen() -> None:
     rng = random.Random(5)
     prompt, new = [rng.randrange(50_000) for _ in range(300)], [rng.randrange(50_000) for _ in range(900)]
     alone = Alone(prompt, [*new, *prompt], 1000)
-    assert alone.calm > 200
+    assert alone.calm > 0.9 * len(new), "looking for drafts does not end calm steps"
     assert sum(count for at, count in alone.drafted if at <= len(new)) < 20
     assert sum(count for _, count in alone.drafted) > 100
     source = alone.engine.scheduler.drafting.source

@@ -214,7 +214,8 @@ class Drafter:
         if is_idle:
             self._tenants.index_some(TENANT_TOKENS_PER_STEP)
             return self._tenants.waits
-        if self._is_shut or not (self._unindexed or self._tenants.waits):
+        of_tenants = self._allowance.is_rich and self._tenants.waits
+        if self._is_shut or not (self._unindexed or of_tenants):
             return False
         budget = INDEX_TOKENS_PER_STEP
         while self._unindexed and budget > 0:
@@ -230,7 +231,7 @@ class Drafter:
             if follower.is_indexed:
                 self._unindexed.popleft()
         own = INDEX_TOKENS_PER_STEP - budget
-        others = self._tenants.index_some(min(max(budget, 0), TENANT_TOKENS_PER_STEP))
+        others = self._tenants.index_some(min(max(budget, 0), TENANT_TOKENS_PER_STEP)) if of_tenants else 0
         self._allowance.spend(STUDY_US[0] + STUDY_US[1] * own + STUDY_US[2] * others)
         return False
 
@@ -261,7 +262,7 @@ class Drafter:
         if not len(tokens):
             return
         self._waits = self._waits or None
-        self._share = self._lengths.share(len(slots), 0)
+        self._share = self._lengths.share(len(slots))
         self._allowance.step(self._lengths.plain_us(len(slots), 0), self._share, len(tokens))
         self.extend(slots, tokens)
 
@@ -289,7 +290,7 @@ class Drafter:
         """Return each row's draft with its chances, `ahead` longer than may be; none at all: all are empty."""
         self._rows, self._plain_us = len(slots), self._lengths.plain_us(len(slots), prefill_tokens)
         self._least = least = self._lengths.least_chance(len(slots), prefill_tokens)
-        self._share = self._lengths.share(len(slots), prefill_tokens)
+        self._share = self._lengths.share(len(slots))
         placed, most = self._placed, self._placed * log1p(DRAFT_MAX)
         if (
             self._held.steps

@@ -151,11 +151,11 @@ class Lengths:
         """Return the time in µs of a step that is waited for, with drafts, which takes `plain_us` without."""
         return plain_us + self.bubble.us + drafted * self._row_us(rows, 0)
 
-    def share(self, rows: int, prefill_tokens: int) -> float:
-        """Return which part of such steps' time looking for drafts may take, at most `SHARE`; 0: even drafts that
+    def share(self, rows: int) -> float:
+        """Return which part of steps' time looking for drafts may take, at most `SHARE`; 0: even drafts that
         are surely right, for all rows, would bring next to nothing, as in a busy batch of a small model, whose
         steps take as long as they have rows."""
-        plain_us, row_us = self.plain_us(rows, prefill_tokens), rows * self._row_us(rows, prefill_tokens)
+        plain_us, row_us = self.plain_us(rows, 0), rows * self._row_us(rows, 0)
         waited_us = plain_us + self.bubble.us
         best = max(tokens * plain_us / (waited_us + length * row_us) for length, tokens in _BEST)
         return min(max(0.0, LOOKED_PART * (best - WORTH_GOAL)), SHARE)
