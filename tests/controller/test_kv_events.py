@@ -294,5 +294,8 @@ def test_a_state_says_what_a_router_needs_to_name_chunks() -> None:
     device, host, disk, remote, peer = state.load_us
     assert (device, host, peer) == (0.0, 10.0, 0.0)
     assert host < disk < remote
-    assert state.prefill_us > 0
+    assert state.prefill_us == 0.0, "not known before the first prompt"
+    simulation.submit(list(range(20)), 4)
+    simulation.run()
+    assert state_of(simulation.engine).prefill_us > 0
     assert state_of(Simulation(TINY).engine).load_us == [0.0] * len(TierKind)

@@ -98,6 +98,9 @@ def test_pulls_that_take_longer_than_computing_are_not_planned() -> None:
     assert core.route(long(), 0.0).goes_on == -1
     busy(core, 1, 5)
     assert core.route(long(), 0.0).goes_on == 1, "but streams wait even longer for the prompt"
+    busy(core, 1, 0)
+    core.traits.set_costs(0, 0.0, [])
+    assert core.route(long(), 0.0).goes_on == 1, "a group that is new must compute to say what it takes"
 
 
 def test_without_running_streams_a_group_for_both_computes_its_prompts_itself() -> None:

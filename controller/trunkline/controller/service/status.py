@@ -127,7 +127,7 @@ def state_of(
         fingerprint=config.model_fingerprint,
         dtype=config.dtype,
         chunk_size=config.chunk_size,
-        prefill_us=scheduler.costs.token_us,
+        prefill_us=scheduler.costs.token_us if scheduler.costs.has_prefilled else 0.0,
         load_us=_load_us(engine),
         requests=requests,
         queued_tokens=queued_tokens,

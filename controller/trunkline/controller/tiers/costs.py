@@ -76,6 +76,8 @@ class StepCosts:
         deviations = [PRIOR_DEVIATION * prior for prior in PRIOR_US]
         self._spread = [[a * a if i == j else 0.0 for j in range(3)] for i, a in enumerate(deviations)]
         """Covariance of the estimates."""
+        self.has_prefilled = False
+        """Whether `token_us` is measured, and not only assumed."""
         self._moved_blocks = MOVES_REMEMBERED / 8
         self._moved_us = self._moved_blocks * swap_us_per_block / 2
 
@@ -96,6 +98,7 @@ class StepCosts:
 
     def observe(self, *, rows: int, prefill_tokens: int, elapsed_us: float) -> None:
         """Learn from a step that computed for `elapsed_us` (without waiting for copies)."""
+        self.has_prefilled |= prefill_tokens > 0
         work = (1.0, float(rows), float(prefill_tokens))
         expected = _dot(self._costs, work)
         noise = max(NOISE * expected, NOISE_LEAST_US)
