@@ -94,7 +94,7 @@ class Drafter:
         """Chance from which on a drafted token was worth its row in the last step that was considered."""
         self._waits: bool | None = None
         """Whether the next step is planned only behind the result of the one in flight; None: not known yet."""
-        self._rows, self._plain_us = 0, 0.0
+        self._plain = 0, 0.0
         """Rows of the next step, and its time without drafts in µs; 0 until they are known."""
         self._share = SHARE
         """Part of the steps' time that looking may take; 0: nothing is looked at."""
@@ -288,7 +288,7 @@ class Drafter:
         self, slots: list[int], prefill_tokens: int, room: list[int] | None = None, ahead: int = 0
     ) -> list[tuple[Int32Array, list[float]]]:
         """Return each row's draft with its chances, `ahead` longer than may be; none at all: all are empty."""
-        self._rows, self._plain_us = len(slots), self._lengths.plain_us(len(slots), prefill_tokens)
+        self._plain = len(slots), self._lengths.plain_us(len(slots), prefill_tokens)
         self._least = least = self._lengths.least_chance(len(slots), prefill_tokens)
         self._share = self._lengths.share(len(slots))
         placed, most = self._placed, self._placed * log1p(DRAFT_MAX)
@@ -318,19 +318,20 @@ class Drafter:
     def planned(self, step: int, now: float, drafted: int) -> None:
         """Note a step that was planned."""
         alone = self._lengths.bubble.planned(step, now)
-        if self._plain_us:
-            self._allowance.step(self._plain_us, self._share)
+        rows, plain_us = self._plain
+        if plain_us:
+            self._allowance.step(plain_us, self._share)
         serial, self._serial = self._serial, None
         if serial is not None and serial.whole_us:
             self._lengths.worth.step(serial.tokens, serial.rows, serial.plain_us, serial.whole_us)
             whole_us = min(serial.whole_us, STALL * serial.expected_us)
             self._allowance.saved(serial.plain_us * serial.tokens / serial.rows - whole_us)
-        if alone and self._rows and (drafted or self._waits or (serial is not None and serial.drafted)):
-            expected_us = self._lengths.whole_us(self._rows, drafted, self._plain_us)
-            self._serial = _SerialStep(self._rows, self._plain_us, expected_us, drafted=drafted > 0)
+        if alone and rows and (drafted or self._waits or (serial is not None and serial.drafted)):
+            expected_us = self._lengths.whole_us(rows, drafted, plain_us)
+            self._serial = _SerialStep(rows, plain_us, expected_us, drafted=drafted > 0)
         elif not alone:
             self._lengths.worth.rest()
-        self._waits, self._rows, self._plain_us = None, 0, 0.0
+        self._waits, self._plain = None, (0, 0.0)
 
     def answered(self, step: int, now: float, elapsed_us: int) -> None:
         """Note the answer to a step."""
