@@ -162,7 +162,8 @@ def test_a_full_disk_is_reported_and_used_again_when_there_is_room(faulty: Fault
     hits, failures = shim.hits, faulty.cluster.metric("tier_failures_total", tier="disk")
     with shim.fault(write_errno=errno.ENOSPC):
         faulty.disturb(lambda: None, stores=False)
-        refused = httpx.post(f"{faulty.cluster.url}/v1/sessions", json={"text": "Keep this."}, timeout=60.0)
+        asked = {"messages": [{"role": "user", "content": "Keep this."}]}
+        refused = httpx.post(f"{faulty.cluster.url}/v1/sessions", json=asked, timeout=60.0)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "records_unavailable")
         assert shim.hits > hits
         wait_for(lambda: faulty.cluster.metric("tier_failures_total", tier="disk") > failures, 20)

@@ -19,7 +19,7 @@ from trunkline.deploy.config.models import DEMO_FOLDER
 
 pytestmark = pytest.mark.processes
 
-LENGTHS = Lengths(prompt=48, prefix=32, long_prefix=64, output=4, batches=(1, 2), long_streams=2)
+LENGTHS = Lengths(prompt=48, prefix=32, long_prefix=64, output=48, batches=(1, 2), long_streams=2)
 
 
 def test_every_cell_is_measured(cluster: Cluster, tmp_path: Path) -> None:

@@ -66,13 +66,13 @@ def test_each_layer_waits_for_its_own(travel: Travel, expected: list[Any]) -> No
     traveller.swap_out()
     trace = traveller.runner.trace_layers()
     held = HeldKernels.hold(traveller.copier.loads)
-    stored = traveller.runner.kernels.counters.calls
-    before = stored["write_kv"]
+    counters = traveller.runner.kernels.counters
+    before = counters.calls["write_kv"]
     step = Background(traveller.swap_in)
     for layer in range(LAYERS):
         wait_until(lambda layer=layer: held.asked == layer + 1)  # type: ignore[misc]
         # Everything before this layer was computed without it.
-        wait_until(lambda layer=layer: stored["write_kv"] - before == layer)  # type: ignore[misc]
+        wait_until(lambda layer=layer: counters.calls["write_kv"] - before == layer)  # type: ignore[misc]
         assert not step.is_over
         held.let(1)
     result = step.join()
