@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -91,3 +93,25 @@ def test_a_peer_that_never_ceases_to_answer_is_given_up(own: PeerRank, tmp_path:
         assert own.statuses(1, {0: 1}) == [FAILED]
     finally:
         flood.close()
+
+
+def test_a_busy_thread_that_ends_before_it_is_woken_keeps_nobody_waiting(own: PeerRank, tmp_path: Path) -> None:
+    own.meet(1, f"ipc://{tmp_path}/nobody")
+    link = own.tiers._peers._links[1]
+
+    class Seen(queue.SimpleQueue[Any]):
+        """Ends the thread before the one that put in the order goes on, as a flood may."""
+
+        def put(self, item: Any, *args: Any) -> None:
+            super().put(item)
+            link._wake.send(b"")
+            link.join(10)
+            assert not link.is_running
+            while link._wake.poll(0, zmq.POLLOUT):  # its end of the pipe is closed a moment later
+                time.sleep(0.001)
+
+    link._arrivals = Seen()
+    leaving = threading.Thread(target=own.meet, args=(1,), daemon=True)
+    leaving.start()
+    leaving.join(10)
+    assert not leaving.is_alive()

@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -189,13 +190,17 @@ class _Link:
     def put(self, pulls: list[_Pull]) -> None:
         """Add moves."""
         self._arrivals.put(pulls)
-        self._wake.send(b"")
+        self._rouse()
 
     def leave(self) -> None:
         """End the thread; moves that are not done fail."""
         self._arrivals.put(None)
-        self._wake.send(b"")
+        self._rouse()
         self._wake.close(linger=100)
+
+    def _rouse(self) -> None:
+        with suppress(zmq.Again):  # a busy thread may have seen the arrival, and have ended, before this
+            self._wake.send(b"", zmq.NOBLOCK)
 
     @property
     def is_running(self) -> bool:
