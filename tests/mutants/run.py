@@ -8,7 +8,7 @@
 A mutant is an entry of a table beside this file (`controller.toml` and so on): a text of the product's sources,
 its replacement, and the fault in one sentence. Tests run first where the entry expects them to fail, then in the
 folders of the part, then everywhere, and end with the first failure. A failing test counts only if it fails again
-by itself, and passes on the sources as they are.
+by itself, and passes on the sources as they are. A test in which the interpreter dies has failed.
 
 The checkout is not touched. Its files are copied to a temporary folder with an environment of their own, in which
 `trunkline` is imported from the copy. Before a mutant's tests run, an interpreter of that environment is asked
@@ -61,7 +61,14 @@ DISMISSED_MAX: Final = 3
 """Failures that say nothing of a mutant, and are passed over; with more the sources are not fit to be tried."""
 NO_TEST: Final = "the collection of tests"
 """What failed, where it was no single test."""
+NO_END: Final = "the interpreter's end"
+"""What failed, where the interpreter died before the first test or behind the last one."""
+_WRONG_ARGUMENTS: Final = 4
+"""Pytest's exit status."""
 _FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (\S+::.+?|\S+)(?: - .*)?$", re.MULTILINE)
+_BEGUN: Final = re.compile(r"^(\S+\.py::[^\s\[]+(?:\[.*?\](?= |$))?)", re.MULTILINE)
+_SUMMARY: Final = re.compile(r"^=+ .* in \d+\.\d+s", re.MULTILINE)
+"""The line without which pytest has not ended."""
 
 
 class MutantError(Exception):
@@ -320,7 +327,7 @@ class Copy:
 
     def run_tests(self, arguments: Sequence[str], tests: str) -> tuple[int, str]:
         """Run pytest in the copy on a set of tests; return its exit status (5: no test was found) and output."""
-        command: list[str | Path] = ["nice", self.python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        command: list[str | Path] = ["nice", self.python, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider"]
         if (self.root / "tests/areas.py").exists():  # earlier states of the sources have no areas
             command.append(f"--areas={SETS[tests]}")
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -389,12 +396,15 @@ class Trial:
         while True:
             with self._copy.changed(fit):
                 test = self._first_failure(arguments)
-                is_steady = test is not None and (test == NO_TEST or self._first_failure([test]) is not None)
+                is_one = test not in (None, NO_TEST, NO_END)
+                is_steady = is_one and self._first_failure([str(test)]) is not None
             if test is None:
                 return False
-            if test == NO_TEST and self._first_failure([*arguments, "--collect-only"]) is not None:
-                raise MutantError(f"tests cannot be collected without any fault: {' '.join(arguments)}")
-            if is_steady and (test == NO_TEST or self._is_sound(test)):
+            if not is_one:
+                without = [*arguments, "--collect-only"] if test == NO_TEST else arguments
+                if self._first_failure(without) is not None:
+                    raise MutantError(f"without any fault, tests fail: {' '.join(without)}")
+            if not is_one or (is_steady and self._is_sound(test)):
                 verdict.by = test
                 return True
             verdict.dismissed.append(test)
@@ -403,14 +413,19 @@ class Trial:
             arguments = [*arguments, f"--deselect={test}"]
 
     def _first_failure(self, arguments: Sequence[str]) -> str | None:
-        """Return the first test that fails; `NO_TEST` if tests cannot even be collected, None if all pass."""
+        """Return the first test that fails or kills the interpreter, `NO_TEST` or `NO_END`; None if all pass."""
         status, said = self._copy.run_tests(arguments, self._tests)
+        begun = _BEGUN.findall(said)
+        if status == _WRONG_ARGUMENTS and not begun:
+            raise MutantError(f"pytest ended with {status}:\n{said[-2000:]}")
+        if not _SUMMARY.search(said):
+            return begun[-1] if begun else NO_END
         if status in (0, 5):
             return None
-        if status not in (1, 2):
-            raise MutantError(f"pytest ended with {status}:\n{said[-2000:]}")
         found = _FAILED.findall(said)
-        return found[0] if found and "::" in found[0] else NO_TEST
+        if found and "::" in found[0]:
+            return found[0]
+        return NO_TEST if status in (1, 2) else NO_END
 
     def _is_sound(self, test: str) -> bool:
         """Return whether a test passes without any fault."""

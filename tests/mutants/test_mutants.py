@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from mutants.run import AREAS, Copy, Edit, Mutant, MutantError, Sources, load_mutants, problems
+from mutants.run import AREAS, NO_END, Copy, Edit, Mutant, MutantError, Sources, Trial, load_mutants, problems
 
 
 def test_every_mutant_fits_the_sources() -> None:
@@ -55,14 +55,18 @@ def test_a_mutant_that_does_not_fit_is_an_error(
         Sources(checkout).fit(_mutant(*edits))
 
 
-@pytest.mark.processes
-def test_a_copy_imports_its_own_sources_and_leaves_the_checkout_alone(checkout: Path, tmp_path: Path) -> None:
+def _commit(checkout: Path) -> None:
     for command in (
         ("init", "--quiet"),
         ("add", "."),
         ("-c", "user.name=t", "-c", "user.email=t@t", "commit", "--quiet", "--message", "all"),
     ):
         subprocess.run(("git", *command), cwd=checkout, check=True)
+
+
+@pytest.mark.processes
+def test_a_copy_imports_its_own_sources_and_leaves_the_checkout_alone(checkout: Path, tmp_path: Path) -> None:
+    _commit(checkout)
     (checkout / "controller/trunkline/controller/pool.py").write_text("one = 1\ntwo = 1 + 1\nthree = 3\n")
     copy = Copy(checkout, tmp_path)
     fit = Sources(checkout).fit(_mutant(("was", "is"), ("two = 1 + 1", "two = 1 + 2")))
@@ -77,3 +81,38 @@ def test_a_copy_imports_its_own_sources_and_leaves_the_checkout_alone(checkout: 
         assert said() == f"3 3 {place}"
         assert "1 + 2" not in (checkout / fit.path).read_text()
     assert said() == f"2 3 {place}"
+
+
+def _tests(checkout: Path, dies: str) -> None:
+    """Write a test of the checkout's module."""
+    (checkout / "tests").mkdir()
+    text = "import os\nfrom trunkline.controller import pool\n\ndef test_two():\n"
+    (checkout / "tests/test_pool.py").write_text(
+        f"{text}    assert getattr(pool.two, 'real', 2) == 2\n    {dies}\n"
+    )
+    _commit(checkout)
+
+
+@pytest.mark.processes
+def test_a_mutant_that_kills_the_interpreter_is_noticed(checkout: Path, tmp_path: Path) -> None:
+    """In a test, or before the first one; with any exit status."""
+    _tests(checkout, "")
+    trial = Trial(Copy(checkout, tmp_path), "fast", "hints")
+
+    def by(changed: str) -> str | None:
+        mutant = Mutant("controller", "name", "A fault.", (Edit("two = 1 + 1", changed),), ("test_pool.py",))
+        verdict = trial.run(mutant, Sources(checkout).fit(mutant))
+        assert verdict.dismissed == []
+        return verdict.by if verdict.killed else None
+
+    dies = "import os\nclass Two:\n    real = property(lambda self: os.abort())\ntwo = Two()"
+    assert by(dies) == "tests/test_pool.py::test_two"
+    assert by("import os\nos._exit(0)") == NO_END
+
+
+@pytest.mark.processes
+def test_an_interpreter_that_dies_without_the_fault_says_nothing(checkout: Path, tmp_path: Path) -> None:
+    _tests(checkout, "os._exit(3)")
+    mutant = Mutant("controller", "name", "A fault.", (Edit("two = 1 + 1", "two = 2"),), ("test_pool.py",))
+    verdict = Trial(Copy(checkout, tmp_path), "fast", "hints").run(mutant, Sources(checkout).fit(mutant))
+    assert (verdict.killed, verdict.dismissed) == (False, ["tests/test_pool.py::test_two"])
