@@ -5,8 +5,8 @@
 Without `--kit` on a machine where Trunkline is installed; with it from a folder that `make gpu-kit` has made, on a
 machine that has CUDA, Python and torch, and no network. The parts, their order and their time limits are those of
 `gpu_visit.PARTS`. A part that fails or runs out of time is recorded, and the next one begins; only the first has
-to succeed. Results are written after each part: `results.json`, and `results.md` for docs/measurements.md. With
-`--only` the results of the other parts stay as they were. With `--together` all that checks and times nothing
+to succeed. Results are written after each part: `results.json`, and `results.md` for docs/measurements/gpu.md.
+With `--only` the results of the other parts stay as they were. With `--together` all that checks and times nothing
 runs at once. What was compiled of FlashInfer is kept beside the results, for a kit that brings it along.
 
 Exit code: 0; 1 if anything is wrong (speed is reported, not judged); 2 without a GPU, or for a wrong argument.

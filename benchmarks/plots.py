@@ -1,4 +1,4 @@
-"""Plots of docs/measurements.md from the JSON files that the benchmarks write. Needs matplotlib (extra `dev`).
+"""Plots of docs/measurements/ from the JSON files that the benchmarks write. Needs matplotlib (extra `dev`).
 
     python benchmarks/overload.py --json overload.json
     python benchmarks/plots.py overload.json docs/images

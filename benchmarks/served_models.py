@@ -1,7 +1,7 @@
 """Families at published widths, served: time to first token and tokens/s beside a dense model of equal bytes.
 
     python benchmarks/served_models.py [--quick] [--json PATH] [--families gpt-oss,gemma3,…] [--rounds 3] [--tp 2]
-                                       [--folder /dev/shm] [--write docs/measurements.md]
+                                       [--folder /dev/shm] [--write docs/measurements/servers.md]
 
 `trunkline serve` on loopback, over HTTP, streamed, greedy, in bfloat16; experts of gpt-oss in MXFP4. Weights are
 random (models.py). Widths, heads, experts and windows are those of a published model, which `FAMILIES` names. The

@@ -55,11 +55,15 @@ def test_a_run_fills_its_place_in_a_page(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "gguf", "before"),
-    [("benchmarks.md", (), ""), ("measurements.md", ("Q8_0",), ""), ("measurements.md", (), "trunkline")],
+    [
+        ("benchmarks.md", (), ""),
+        ("measurements/servers.md", ("Q8_0",), ""),
+        ("measurements/servers.md", (), "trunkline"),
+    ],
 )
 def test_pages_have_places_for_tables(name: str, gguf: tuple[str, ...], before: str, tmp_path: Path) -> None:
     mark = mark_of(Namespace(gguf=gguf, before=before))
-    page = tmp_path / name
+    page = tmp_path / Path(name).name
     page.write_text((Path(__file__).parents[2] / "docs" / name).read_text(encoding="utf-8"))
     fill(page, mark, [f"| new {mark} |"])
     assert f"\n| new {mark} |\n" in page.read_text(encoding="utf-8")

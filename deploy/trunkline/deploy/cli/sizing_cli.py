@@ -6,7 +6,7 @@
 CCpS is what the KV of one session can come to, DSpUT how many distinct sessions are served within the time for
 which KV is kept, and CCpUT the capacity with which every later turn finds its KV. Far less is enough, because
 some sessions are used more than others: `SHARES` has what a part of CCpUT finds, measured in simulation with this
-project's directory of tiers (docs/measurements.md, "Hit rate"), and what the paper found.
+project's directory of tiers (docs/measurements/sessions.md, "Hit rate"), and what the paper found.
 """
 
 from __future__ import annotations
