@@ -415,14 +415,14 @@ class Trial:
     def _first_failure(self, arguments: Sequence[str]) -> str | None:
         """Return the first test that fails or kills the interpreter, `NO_TEST` or `NO_END`; None if all pass."""
         status, said = self._copy.run_tests(arguments, self._tests)
-        begun = _BEGUN.findall(said)
+        begun: list[str] = _BEGUN.findall(said)
         if status == _WRONG_ARGUMENTS and not begun:
             raise MutantError(f"pytest ended with {status}:\n{said[-2000:]}")
         if not _SUMMARY.search(said):
             return begun[-1] if begun else NO_END
         if status in (0, 5):
             return None
-        found = _FAILED.findall(said)
+        found: list[str] = _FAILED.findall(said)
         if found and "::" in found[0]:
             return found[0]
         return NO_TEST if status in (1, 2) else NO_END
