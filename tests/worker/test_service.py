@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -446,6 +447,35 @@ def test_a_rank_that_gives_up_keeps_its_exit_code(setup: Setup, monkeypatch: pyt
     link.stop_monitor()
     link.monitor.close(linger=0)
     link.close()
+
+
+def test_a_controller_that_leaves_as_the_rank_does_keeps_no_rank_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog may end before the main thread has ended the monitoring that it watches. With a closed monitor,
+    that call would never return, and no other thread would run any more."""
+    monkeypatch.setattr(service, "_LEAVE_WITHIN_S", PATIENCE_MS / 1000)
+    link = Link(run_config(Path("unused"), plan_endpoint="ipc://unused", report_endpoint="ipc://unused"))
+    watchdog = Watchdog(link)
+    stop_monitor = link.stop_monitor
+
+    class Left(threading.Event):
+        """Lets the watchdog end before the main thread goes on."""
+
+        def set(self) -> None:
+            super().set()
+            watchdog._thread.join(PATIENCE_MS / 1000)
+            assert not watchdog._thread.is_alive()
+
+    def stop_open_monitor() -> None:
+        assert not link.monitor.closed
+        stop_monitor()
+
+    monkeypatch.setattr(watchdog, "_left", Left())
+    monkeypatch.setattr(watchdog, "_controller_leaves", lambda *_: True)
+    monkeypatch.setattr(link, "stop_monitor", stop_open_monitor)
+    watchdog.start()
+    watchdog.stop()
+    link.close()
+    assert watchdog.controller_gone.is_set()
 
 
 def test_a_controller_says_how_large_its_steps_are() -> None:

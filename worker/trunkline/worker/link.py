@@ -143,7 +143,7 @@ class Link:
             raise PlanError(f"undecodable plan of {len(payload)} bytes: {error}") from error
 
     def stop_monitor(self) -> None:
-        """End the monitoring of connections: the monitor socket gets its last event."""
+        """End the monitoring of connections: the monitor socket, which must be open, gets its last event."""
         self._plans.disable_monitor()
 
     def close(self) -> None:

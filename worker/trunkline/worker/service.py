@@ -98,19 +98,21 @@ class Watchdog:
         self._left.set()
         self._link.stop_monitor()
         self._thread.join()
+        # Not by the thread, which may end first: the end of the monitoring is told, and libzmq waits for ever for
+        # a monitor that is closed.
+        self._link.monitor.close(linger=0)
 
     def _watch(self) -> None:
-        monitor, leave = self._link.monitor, self._link.open_leave()
+        leave = self._link.open_leave()
         try:
-            if not self._controller_leaves(monitor, leave):
+            if not self._controller_leaves(self._link.monitor, leave):
                 return
             self.controller_gone.set()
             # The main thread may be in a long step or blocked in a collective whose peer has died as well; no
             # Python exception can reach it there.
             self._end_late()
         finally:
-            monitor.close(linger=0)  # by the thread that used it: sockets are not thread-safe
-            leave.close(linger=0)
+            leave.close(linger=0)  # by the thread that used it: sockets are not thread-safe
 
     def _controller_leaves(self, monitor: zmq.Socket[bytes], leave: zmq.Socket[bytes]) -> bool:
         """Wait until the controller is gone; return False if the main thread left first."""
