@@ -18,6 +18,7 @@ from trunkline.controller.tiers.fetching import (
 from trunkline.kvstore.chunks import NO_BLOCK, SlotId, chunk_name, pack_int32, root_name
 from trunkline.kvstore.directory import READ_US, Directory
 from trunkline.kvstore.tier import TierKind
+from trunkline.kvstore.tier_health import DOUBT_AGAIN_S
 from trunkline.kvstore.tier_moves import MoveStatus
 from trunkline.kvstore.tier_policy import DirectoryConfig
 from trunkline.worker.messages import Sampling
@@ -165,6 +166,38 @@ def test_doubt_ends_at_what_was_assumed_at_first() -> None:
         assert not desk.fetching.worth_waiting(group(number), desk.path, 0.0)
     assert desk.tiers.health[TierKind.DISK].read_us == READ_US[TierKind.DISK]
     assert desk.tiers.health[TierKind.REMOTE].read_us == pytest.approx(1e6 * 0.8**4)
+
+
+def test_doubt_ends_at_the_least_that_was_measured_and_old_estimates_are_doubted() -> None:
+    """A disk that is faster than assumed, and busy for a while. 400 µs are less than was assumed, and too many."""
+    desk = Desk(4, token_us=60.0)
+    health, now = desk.tiers.health[TierKind.DISK], 0.0
+
+    def reads(cost_us: float) -> None:
+        nonlocal now
+        for _ in range(60):
+            health.ordered(False)
+            now += cost_us / 1e6
+            health.succeeded(False, now - cost_us / 1e6, now, cost_us)
+
+    reads(100.0)
+    usual = health.read_us
+    assert usual == pytest.approx(100.0, rel=0.1)
+    reads(400.0)
+    slow = health.read_us
+    assert not desk.fetching.worth_waiting(group(1), desk.path, now)
+    assert usual < health.read_us == pytest.approx(0.8 * slow)
+    for number in range(2, 20):
+        desk.fetching.worth_waiting(group(number), desk.path, now)
+    assert desk.fetching.worth_waiting(group(20), desk.path, now)
+    reads(400.0)
+    for doubts in range(10):
+        assert health.read_us == pytest.approx(max(usual, slow * 0.8**doubts), rel=0.01)
+        for share in (0.5, 0.4, 0.2):
+            assert health.read_us == pytest.approx(max(usual, slow * 0.8**doubts), rel=0.01)
+            now += share * DOUBT_AGAIN_S
+            health.look(now)
+    assert health.read_us == usual
 
 
 def test_a_paused_tier_is_not_waited_for() -> None:

@@ -16,7 +16,6 @@ from simulation.streams import verify
 
 from trunkline.controller.cache.kv_events import announced_tiers
 from trunkline.controller.messages import Holder, Submit
-from trunkline.controller.tiers import holders
 from trunkline.kvstore import peers
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.routing.core import Decision, RouteRequest, RoutingCore, RoutingSettings
@@ -92,7 +91,6 @@ class Cluster:
 def pulls_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated steps are so fast that pulls at the usual assumption would not be tried."""
     monkeypatch.setattr(peers, "PEER_READ_US", 1.0)
-    monkeypatch.setattr(holders, "PEER_READ_US", 1.0)
 
 
 def live(seed: int, *, pulls: bool) -> Cluster:

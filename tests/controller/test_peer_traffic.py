@@ -28,7 +28,6 @@ from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import Holder, KeptChunks, ModuleText, Prefetch, Submit
 from trunkline.controller.sequences.module_prompt import CachedText
 from trunkline.controller.service.offers import HOT, LIVE, OfferList
-from trunkline.controller.tiers import holders
 from trunkline.kvstore import peers
 from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, unpack_int32
 from trunkline.kvstore.cuts import ContextCut, cut_name, pack_drops
@@ -312,7 +311,6 @@ def live(name: str, seed: int, steps: int) -> Cluster:
 def pulls_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated steps are so fast that pulls at the usual assumption would not be tried."""
     monkeypatch.setattr(peers, "PEER_READ_US", 1.0)
-    monkeypatch.setattr(holders, "PEER_READ_US", 1.0)
 
 
 @pytest.mark.parametrize("seed", seeds(1, always=(1,)))

@@ -19,11 +19,13 @@ from trunkline.controller.engine.validation import problem_of_prefetch, problem_
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import Holder, Prefetch, Submit
 from trunkline.controller.service.status import state_of
-from trunkline.controller.tiers import holders
 from trunkline.controller.tiers.fetching import FIRST_PULL_S, PATIENCE_LEAST_S
 from trunkline.kvstore import peers
 from trunkline.kvstore.chunks import NAME_BYTES, pack_int32
 from trunkline.kvstore.tier import TierKind
+from trunkline.router.routing.core import RouteRequest, RoutingCore
+from trunkline.router.routing.names import KvIdentity
+from trunkline.router.streams.introductions import AGAIN_SECONDS
 from trunkline.worker.messages import PeerAt, Sampling, StepPlan, TierMoves, TierOrder
 
 PEERED = replace(TIERED, disk_slots=0, remote=False, peers=True)
@@ -35,7 +37,6 @@ WHOLE = len(PROMPT) // CHUNK
 def pulls_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated steps are so fast that pulls at the usual assumption would not be tried."""
     monkeypatch.setattr(peers, "PEER_READ_US", 1.0)
-    monkeypatch.setattr(holders, "PEER_READ_US", 1.0)
 
 
 @dataclass
@@ -196,6 +197,42 @@ def test_pulling_is_tried_only_where_it_is_faster_and_the_first_pull_says_what_i
     assert peer.health.is_measured
     assert 0.0 < peer.health.read_us == book.read_us
     assert state_of(pair.taker.engine).load_us[TierKind.PEER] > 0
+
+
+def test_pulls_that_were_slow_once_are_planned_again_after_a_while() -> None:
+    """Prompts are computed apart only if pulls seem fast enough. Where each prompt is another one, there are no
+    other pulls; and the introductions of groups to each other go on, so that no peer is forgotten."""
+    pair, long = Pair(), RouteRequest(pack_int32(list(range(2000))), may_part=True)
+    core = RoutingCore(["giver", "taker"])
+    for index, role in enumerate(("prefill", "decode")):
+        core.traits.set_role(index, role)
+        core.traits.set_identity(index, KvIdentity(b"model", "float32", CHUNK))
+        core.traits.set_exports(index, [f"ipc:///{index}"])
+        core.set_available(index, True)
+
+    def is_parted() -> bool:
+        for index, group in enumerate((pair.giver, pair.taker)):
+            state = state_of(group.engine)
+            core.traits.set_costs(index, state.prefill_us, state.load_us)
+        return core.route(long, 0.0).goes_on == 1
+
+    assert is_parted(), "nothing is known of pulls"
+    peer = pair.taker.tree.tiers.peers.meet("giver", tuple(pair.endpoints), pair.taker.now)
+    assert peer is not None
+    pair.taker.now += 1.0
+    peer.health.ordered(is_write=False)
+    peer.health.succeeded(is_write=False, ordered=0.0, now=pair.taker.now, elapsed_us=1e4)
+    assert not is_parted()
+    introduction = Prefetch(1, b"", holders=[pair.holder(0, 1)], root=b"s")
+    since = pair.taker.now
+    while not is_parted():
+        assert pair.taker.now < since + 3 * 3600.0
+        pair.taker.receive(ExpectRequest((1, 1), request_of_prefetch(introduction), introduction.root))
+        for _ in range(int(AGAIN_SECONDS) // 10):
+            pair.taker.now += 10.0
+            pair.taker.plan()
+    assert pair.taker.now > since + 600.0, "not while the measurement is young"
+    assert not pair.network.asked
 
 
 def test_ranks_are_told_where_a_peer_is_before_the_first_pull_and_when_it_is_forgotten() -> None:

@@ -16,7 +16,6 @@ from simulation.peers import Network
 
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import Holder
-from trunkline.controller.tiers import holders
 from trunkline.kvstore import peers
 from trunkline.kvstore.chunks import unpack_int32
 from trunkline.worker.messages import StepPlan
@@ -92,7 +91,6 @@ def test_a_group_that_is_lost_in_the_middle_of_a_fork_is_a_recomputation(
 ) -> None:
     """Another group pulls the parent's KV for the forks when it goes, at any moment; they compute it, once."""
     monkeypatch.setattr(peers, "PEER_READ_US", 1.0)
-    monkeypatch.setattr(holders, "PEER_READ_US", 1.0)
     rng, network = random.Random(seed), Network()
     here, there = simulate(PEERED), simulate(PEERED)
     for group in (here, there):

@@ -26,7 +26,6 @@ from simulation.streams import Stream, verify
 from trunkline.controller.cache.kv_events import announced_tiers
 from trunkline.controller.engine.validation import problem_of_submit
 from trunkline.controller.messages import Holder, KeptChunks, Submit
-from trunkline.controller.tiers import holders
 from trunkline.kvstore import peers
 from trunkline.kvstore.chunks import unpack_int32
 from trunkline.kvstore.root_keys import CUT_ROOT
@@ -41,7 +40,6 @@ PEERED = replace(TIERED, disk_slots=0, remote=False, peers=True)
 def pulls_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated steps are so fast that pulls at the usual assumption would not be tried."""
     monkeypatch.setattr(peers, "PEER_READ_US", 1.0)
-    monkeypatch.setattr(holders, "PEER_READ_US", 1.0)
 
 
 class Cluster:

@@ -19,7 +19,6 @@ from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine.validation import problem_of_prefetch, request_of_prefetch
 from trunkline.controller.messages import Holder, ModuleText, Prefetch
 from trunkline.controller.service.offers import LIVE, OfferList
-from trunkline.controller.tiers import holders
 from trunkline.controller.tiers.fetching import FIRST_PULL_S
 from trunkline.kvstore import peers
 from trunkline.kvstore.chunks import blocks_for
@@ -40,7 +39,6 @@ HISTORY = words(100, 30)
 def pulls_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated steps are so fast that pulls at the usual assumption would not be tried."""
     monkeypatch.setattr(peers, "PEER_READ_US", 1.0)
-    monkeypatch.setattr(holders, "PEER_READ_US", 1.0)
 
 
 @dataclass

@@ -407,8 +407,8 @@ class Directory(Generic[ChunkT]):
     def doubt_costs(self) -> None:
         """Lower the estimates of read costs a little. Call it when reads are not ordered because they seem slow:
         no read would correct a wrong estimate then."""
-        for tier, health in self.health.items():
-            health.doubt(READ_US[tier])
+        for health in self.health.values():
+            health.doubt()
         self.peers.doubt()
 
     def stats(self) -> dict[TierKind, TierStats]:

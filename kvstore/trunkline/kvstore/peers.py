@@ -92,9 +92,8 @@ class PeerBook:
         if len(self._peers) >= PEERS_MAX:
             return None
         measured = [peer.health.read_us for peer in self if peer.health.is_measured]
-        health = TierHealth(
-            min(measured, default=PEER_READ_US), self._pulls_in_flight, 1, self.totals, is_guess=True
-        )
+        health = TierHealth(PEER_READ_US, self._pulls_in_flight, 1, self.totals, is_guess=True)
+        health.read_us = min(measured, default=PEER_READ_US)
         peer = Peer(self._next, member, endpoints, health, now)
         self._next += 1
         self._peers[peer.number] = peer
@@ -103,7 +102,8 @@ class PeerBook:
         return peer
 
     def look(self, now: float, named: Container[int]) -> list[int]:
-        """End pauses that are over, and forget peers that have been of no use for a while; return their numbers.
+        """End pauses that are over, doubt old estimates, and forget peers that have been of no use for a while.
+        Return their numbers.
 
         Args:
             named: Peers that are said to have chunks; these are not forgotten.
@@ -128,7 +128,7 @@ class PeerBook:
     def doubt(self) -> None:
         """Lower the estimates of what pulls cost a little (`TierHealth.doubt`)."""
         for peer in self:
-            peer.health.doubt(PEER_READ_US)
+            peer.health.doubt()
 
     @property
     def read_us(self) -> float:

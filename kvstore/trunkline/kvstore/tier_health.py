@@ -2,6 +2,8 @@
 
 A tier's health is learnt from its moves. A tier that fails several times in a row is paused, then tried with one
 move at a time; each relapse doubles the pause. Meanwhile its copies count as out of reach, and no request fails.
+What a read costs is learnt from reads only, and a place that seems slow gets none. So a high estimate is doubted,
+by those who did without it and as time goes by, until a read is tried again.
 Pure: time is an argument.
 """
 
@@ -21,6 +23,8 @@ SURPRISE_MAX: Final = 4.0
 many times the estimate."""
 DOUBT: Final = 0.8
 """Factor by which `TierHealth.doubt` lowers the estimate of a read's cost."""
+DOUBT_AGAIN_S: Final = 60.0
+"""Time in seconds without a read after which the estimate is doubted, and doubted again."""
 SMOOTHING: Final = 0.1
 """Weight of the newest sample of a read's cost."""
 
@@ -68,6 +72,10 @@ class TierHealth:
         """Why the tier is paused, or gets only one move at a time after a pause; "": it works."""
         self.read_us = read_us
         """Microseconds per read while the tier has as many reads in flight as it may."""
+        self._least_us = read_us
+        """The lowest estimate so far: what a read may cost again."""
+        self._learnt = inf
+        """Time of the last measured read, or of the last doubt since then; infinite: none was measured."""
         self.latency_us = 0.0
         """Microseconds from a read's start to its end."""
         self._limits = reads_in_flight, writes_in_flight
@@ -86,7 +94,10 @@ class TierHealth:
         return self._samples > 0
 
     def look(self, now: float) -> bool:
-        """End a pause that is over; return whether moves may be ordered at this time."""
+        """End a pause that is over, and doubt an old estimate; return whether moves may be ordered now."""
+        if now - self._learnt >= DOUBT_AGAIN_S:
+            self._learnt = now
+            self.doubt()
         if self.is_paused and now >= self._paused_until:
             self.is_paused = False
             self._on_trial = True
@@ -145,6 +156,8 @@ class TierHealth:
         batch.kept *= 1.0 - weight
         self.read_us = batch.kept * batch.before_us + (1.0 - batch.kept) * sample
         self.latency_us += weight * (elapsed_us - self.latency_us)
+        self._least_us = min(self._least_us, self.read_us)
+        self._learnt = now
 
     def answered(self, is_write: bool) -> None:
         """Note that a move ended and that the tier works, without learning what the move cost."""
@@ -159,10 +172,10 @@ class TierHealth:
         """Return the microseconds until the reads in flight and `reads` more are done."""
         return max(self.latency_us, (self.reading + reads) * self.read_us)
 
-    def doubt(self, prior_us: float) -> None:
-        """Lower the estimated cost of reads by a fifth, but not below `prior_us`: the true cost may have fallen
-        since it was measured."""
-        self.read_us = max(min(prior_us, self.read_us), DOUBT * self.read_us)
+    def doubt(self) -> None:
+        """Lower the estimated cost of reads by a fifth, but not below the lowest that was assumed or measured: the
+        true cost may have fallen since it was measured."""
+        self.read_us = max(min(self._least_us, self.read_us), DOUBT * self.read_us)
         self.latency_us *= DOUBT
 
     def failed(self, is_write: bool, now: float, detail: str) -> None:

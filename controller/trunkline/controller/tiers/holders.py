@@ -33,7 +33,7 @@ from trunkline.controller.sequences.sequence import CutPrompt, SequenceGroup
 from trunkline.controller.sequences.sequence import Sequence as Grown
 from trunkline.controller.tiers.costs import StepCosts
 from trunkline.kvstore.chunks import NAME_BYTES, NO_PEER, ChunkName
-from trunkline.kvstore.peers import PEER_READ_US, Peer
+from trunkline.kvstore.peers import Peer
 from trunkline.kvstore.root_keys import CUT_ROOT, SALT_ROOT, TEXT_ROOT
 
 NOTED_MAX: Final = 4096
@@ -174,7 +174,7 @@ class Holders:
             if peer is None or peer.health.is_paused:
                 continue
             if not is_announced and peer.health.read_us >= compute_us:
-                peer.health.doubt(PEER_READ_US)
+                peer.health.doubt()
                 continue
             found.append((holder, peer))
         return found
