@@ -8,6 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -252,25 +253,94 @@ def test_nothing_is_computed_for_who_leaves_with_requests_pipelined(tmp_path: Pa
     assert len(fake.behaviour.submits) == 1
 
 
+def streamed(count: int) -> bytes:
+    """A request for a stream of `count` tokens."""
+    body = json.dumps({"prompt": "x", "max_tokens": count, "stream": True, "ignore_eos": True}).encode()
+    return HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
 @pytest.mark.parametrize("waiting", [0, 1, 2])
-def test_no_error_is_written_into_an_answer_that_is_on_its_way(
-    tmp_path: Path, tokenizer: Tokenizer, waiting: int
+@pytest.mark.parametrize("begins", [True, False], ids=["begun", "not begun"])
+def test_an_error_comes_behind_the_answers_to_earlier_requests(
+    tmp_path: Path, tokenizer: Tokenizer, begins: bool, waiting: int
 ) -> None:
     """`waiting`: requests between the one that is answered and the one that is none."""
-    body = json.dumps({"prompt": "x", "max_tokens": 120, "stream": True, "ignore_eos": True}).encode()
-    whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
     with running(tmp_path, tokenizer) as (router, [fake]), connect(router) as connection:
-        fake.behaviour.script = lambda submit: [6] * 120
-        fake.behaviour.seconds_per_token = 0.1
-        connection.sendall(whole)
-        answer = connection.recv(65536)
-        connection.sendall(waiting * whole + b"no request\r\n\r\n")
+        fake.behaviour.script = lambda submit: [6] * 9
+        fake.behaviour.hold, fake.behaviour.pause_after = not begins, 3
+        connection.sendall(streamed(9))
+        wait_until(lambda: fake.live == 1)
+        answer = connection.recv(65536) if begins else b""
+        connection.sendall(waiting * streamed(9) + b"no request\r\n\r\n" + streamed(9))
+        connection.settimeout(0.2)
+        with suppress(TimeoutError):
+            while part := connection.recv(65536):
+                answer += part
+        assert b"invalid_request" not in answer, "the error waits"
+        fake.behaviour.hold, fake.behaviour.pause_after = False, None
+        connection.settimeout(60.0)
         while part := connection.recv(65536):
             answer += part
-        assert answer.startswith(b"HTTP/1.1 200 OK")
-        assert answer.count(b"HTTP/1.1") == 1
+        first, *others = answer.split(b"HTTP/1.1 ")[1:]
+        assert [each[:3] for each in (first, *others)] == [b"200"] * (waiting + 1) + [b"400"]
+        assert all(each.endswith(b"[DONE]\n\n\r\n0\r\n\r\n") for each in (first, *others[:-1])), answer
+        assert b"Invalid method" in others[-1]
+        wait_until(lambda: ended(router) == {"200": waiting + 1})
+    assert len(fake.behaviour.submits) == waiting + 1
+
+
+def test_who_leaves_while_an_error_waits_is_noticed(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with running(tmp_path, tokenizer) as (router, [fake]):
+        fake.behaviour.hold = True
+        with connect(router) as connection:
+            connection.sendall(2 * streamed(9) + b"no request\r\n\r\n")
+            wait_until(lambda: fake.live == 1)
         wait_until(lambda: ended(router) == {"499": 1})
     assert len(fake.behaviour.submits) == 1
+
+
+BROKEN_BODY = HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\nzz\r\n"
+
+
+def test_a_broken_body_is_refused_in_its_turn_and_never_computed(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with running(tmp_path, tokenizer) as (router, [fake]):
+        fake.behaviour.script = lambda submit: [6] * 9
+        fake.behaviour.seconds_per_token = 0.01
+        answer = said(router, streamed(9) + BROKEN_BODY, quiet_s=60.0)
+        assert [each[:3] for each in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"400"]
+        assert b"Invalid character in chunk size" in answer
+        alone = said(router, BROKEN_BODY, quiet_s=60.0)
+        assert [each[:3] for each in alone.split(b"HTTP/1.1 ")[1:]] == [b"400"]
+    assert len(fake.behaviour.submits) == 1
+
+
+def test_a_body_that_breaks_while_its_answer_is_written_ends_the_answer(tight: RunningRouter) -> None:
+    """The answer is complete already: nothing else was asked for."""
+    with connect(tight) as connection:
+        connection.sendall(HEAD.replace(b"/v1/completions", b"/nowhere") + b"Transfer-Encoding: chunked\r\n\r\n")
+        answer = connection.recv(65536)
+        assert status_of(answer) == 404
+        connection.sendall(b"zz\r\n")
+        while part := connection.recv(65536):
+            answer += part
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ("GET /v1/modèls HTTP/1.1\r\n\r\n".encode(), "Invalid char in url path; percent-encode what is not ASCII"),
+        ("GET /v1/models?a=é HTTP/1.1\r\n\r\n".encode("latin-1"), "Invalid char in url query; percent-encode"),
+        (b"\x16\x03\x01\x02\x00\x01\x00", "Invalid method"),
+        (b"GET /a b HTTP/1.1\r\n\r\n", "Expected HTTP/"),
+        (b"GET /version HTTP/1.1\r\nX: a\x00b\r\n\r\n", "Invalid header value char"),
+    ],
+)
+def test_an_error_says_what_is_wrong(tight: RunningRouter, raw: bytes, message: str) -> None:
+    answer = said(tight, raw)
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert message in error["message"], error
+    assert "Invalid HTTP request received" not in error["message"]
 
 
 def ended(router: RunningRouter) -> dict[str, int]:

@@ -5,9 +5,10 @@ uvicorn's parser has none, so `BoundedProtocol` sets them:
     accepted ─► first byte ─► headers complete ─► body complete ─► answer ─► idle, or the next request
        └ idle_s     └ headers_s        └ body_s (a little more than `read_body` waits, whose answer says why)
 
-A client that is slower, or sends more, gets an error and is disconnected. A connection costs a few kilobytes until
-its headers are complete, and the server keeps at most `connections` of them: unknown clients can cost no more
-memory.
+A client that is slower, or sends more, gets an error and is disconnected. The error comes behind the answers to
+the requests before it, as a client takes what comes first for the answer to what it sent first. A connection costs
+a few kilobytes until its headers are complete, and the server keeps at most `connections` of them: unknown clients
+can cost no more memory.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import re
+import sys
 from collections import deque
 from http import HTTPStatus
 from itertools import chain
 from typing import Any, Final
 
+import httptools
 import msgspec
 from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -148,6 +151,8 @@ class BoundedProtocol(HttpToolsProtocol):
     _in_headers = False
     _header_bytes = 0
     _is_refused = False
+    _refusal = b""
+    """The error that is written behind the answers to earlier requests."""
     _is_parsing = False
     _timer: asyncio.TimerHandle | None = None
     _seconds: float | None = _AS_IT_IS
@@ -175,6 +180,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Begin to count the bytes and the time of a request's headers."""
+        if self._is_refused:
+            return
         self._in_headers = True
         self._header_bytes = 0
         self._wait(self.server_state.limits.headers_s)
@@ -182,6 +189,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         """Add a part of the request's address, up to the limit."""
+        if self._is_refused:
+            return
         super().on_url(url)
         if len(self.url) > self.server_state.limits.url_bytes:
             self._refuse(414, f"the address has more than {self.server_state.limits.url_bytes} bytes")
@@ -195,12 +204,14 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Check the headers as a whole, and let the request begin."""
-        self._in_headers = False
+        if self._is_refused:
+            return
         # Headers that arrive in one piece of data, of up to 256 KiB, are counted nowhere else.
         size = len(self.url) + sum(map(len, chain.from_iterable(self.headers))) + 4 * len(self.headers)
         self._limit_headers(size)
         if self._is_refused:
             return
+        self._in_headers = False
         if not self.url.startswith(b"/") and b"://" in self.url:
             self._take_authority()
         self._wait_for_body()
@@ -238,16 +249,19 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Stop the timer: the request is complete."""
-        self._wait(None)
         if not self._is_refused:
+            self._wait(None)
             self.scope[TAKE_BODY] = functools.partial(_take_body, self.cycle)  # type: ignore[typeddict-unknown-key]
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Let the next request begin."""
+        """Let the next request begin. Behind the last answer, write the error for what came after its request."""
         was_waiting = bool(self.pipeline)
         super().on_response_complete()
-        if was_waiting and self._timer is not None and not (self.pipeline or self._in_headers):
+        if self._refusal and not was_waiting and not self.transport.is_closing():
+            self.transport.write(self._refusal)
+            self.transport.close()
+        elif was_waiting and self._timer is not None and not (self.pipeline or self._in_headers):
             self._wait_for_body()
 
     def data_received(self, data: bytes) -> None:
@@ -267,7 +281,14 @@ class BoundedProtocol(HttpToolsProtocol):
             self._wait(self.server_state.limits.idle_s)  # empty lines, which begin no request
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are not HTTP."""
+        """Refuse bytes that are not HTTP, and say what the parser has found wrong."""
+        error = sys.exception()
+        if isinstance(error, httptools.HttpParserCallbackError):
+            error = error.__context__
+        if isinstance(error, httptools.HttpParserInvalidURLError):
+            msg = f"the request's address is malformed: {error}; percent-encode what is not ASCII"
+        elif isinstance(error, httptools.HttpParserError):
+            msg = f"what was sent is not an HTTP request: {error}"
         self._refuse(400, msg)
 
     def _limit_headers(self, size: int) -> None:
@@ -308,21 +329,32 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, status: int, message: str, more: bytes = b"") -> None:
-        """Answer with an error and disconnect. Bytes that still arrive are ignored."""
+        """Answer with an error, behind the answers to earlier requests, and disconnect. Ignore what comes then."""
         if self._is_refused:
             return
         self._is_refused = True
         if self.transport.is_closing():
             return
-        cycles = (*(self._earlier or ()), self.cycle) if self.cycle is not None else ()
-        if any(cycle.response_started and not cycle.response_complete for cycle in cycles):
-            self.transport.close()  # the client would take the error for a part of the answer that it is reading
-            return
+        cycle, open_ = self.cycle, [each for each in self._earlier or () if not each.response_complete]
+        if cycle is not None and not self._in_headers and cycle.more_body:  # its own body is refused
+            if cycle.response_started:
+                self.transport.close()  # the client would take the error for a part of the answer
+                return
+            if self.pipeline:
+                self.pipeline.popleft()
+        elif cycle is not None and not cycle.response_complete:
+            open_.append(cycle)
         error: dict[str, Any] = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         body = msgspec.json.encode({"error": error})
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n"
         )
-        self.transport.write(head.encode() + more + b"\r\n" + body)
-        self.transport.close()
+        refusal = head.encode() + more + b"\r\n" + body
+        if open_:
+            self._refusal = refusal
+            self._wait(None)
+            self.flow.resume_reading()  # the end of a connection that is not read goes unnoticed
+        else:
+            self.transport.write(refusal)
+            self.transport.close()
