@@ -40,6 +40,8 @@ class _Batch:
     """The estimate before these reads."""
     is_first: bool
     """Whether no read was measured before these."""
+    trusted: float
+    """Time from which on the estimate ages: of these reads, or of the last doubt since; infinite: it does not."""
     reads: int = 0
     elapsed_us: float = 0.0
     """Time that these reads took together."""
@@ -74,12 +76,10 @@ class TierHealth:
         """Microseconds per read while the tier has as many reads in flight as it may."""
         self._least_us = read_us
         """The lowest estimate so far: what a read may cost again."""
-        self._learnt = inf
-        """Time of the last measured read, or of the last doubt since then; infinite: none was measured."""
         self.latency_us = 0.0
         """Microseconds from a read's start to its end."""
         self._limits = reads_in_flight, writes_in_flight
-        self._batch = _Batch(-inf, -inf, read_us, is_first=is_guess)
+        self._batch = _Batch(-inf, -inf, read_us, is_first=is_guess, trusted=inf)
         self._samples = 0.0 if is_guess else inf
         """Number of measured reads; infinite if the assumed cost counts like many of them."""
         self._streak = 0
@@ -95,8 +95,8 @@ class TierHealth:
 
     def look(self, now: float) -> bool:
         """End a pause that is over, and doubt an old estimate; return whether moves may be ordered now."""
-        if now - self._learnt >= DOUBT_AGAIN_S:
-            self._learnt = now
+        if now - self._batch.trusted >= DOUBT_AGAIN_S:
+            self._batch.trusted = now
             self.doubt()
         if self.is_paused and now >= self._paused_until:
             self.is_paused = False
@@ -143,7 +143,7 @@ class TierHealth:
         batch = self._batch
         if now != batch.now:
             is_first = self._samples == 0
-            batch = self._batch = _Batch(now, max(ordered, batch.now), self.read_us, is_first=is_first)
+            batch = self._batch = _Batch(now, max(ordered, batch.now), self.read_us, is_first, now)
         batch.reads += 1
         batch.elapsed_us += elapsed_us
         sample = max(0.0, now - batch.since) * 1e6 / batch.reads
@@ -157,7 +157,6 @@ class TierHealth:
         self.read_us = batch.kept * batch.before_us + (1.0 - batch.kept) * sample
         self.latency_us += weight * (elapsed_us - self.latency_us)
         self._least_us = min(self._least_us, self.read_us)
-        self._learnt = now
 
     def answered(self, is_write: bool) -> None:
         """Note that a move ended and that the tier works, without learning what the move cost."""
