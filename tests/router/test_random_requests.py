@@ -25,7 +25,9 @@ from trunkline.router.jobs.request_models import (
 )
 
 random = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-at_length = pytest.mark.parametrize("times", [1, pytest.param(50, marks=pytest.mark.soak)])
+at_length = pytest.mark.parametrize(
+    "times", [1, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
+)
 PATHS: dict[str, Any] = {
     "/v1/chat/completions": (ChatRequest, {"messages": MESSAGES}),
     "/v1/completions": (CompletionRequest, {"prompt": "x"}),
