@@ -103,6 +103,8 @@ class Fences:
         self._loads_done = 0
         """Number of the last plan whose loads, like those of all plans before it, are done when the next plan
         runs."""
+        self._last_save = 0
+        """Number of the last plan that saves anything."""
         self._last_load = 0
         """Number of the last plan that loads anything."""
         self._save_fence = 0
@@ -110,7 +112,7 @@ class Fences:
 
     def saved(self, block: BlockId, slot: SlotId, step: int) -> None:
         """Note that the plan of `step` saves `block`, before or after computing it."""
-        self._block_saved[block] = self._slot_saved[slot] = step
+        self._block_saved[block] = self._slot_saved[slot] = self._last_save = step
 
     def loaded(self, block: BlockId, slot: SlotId, step: int) -> None:
         """Note that the plan of `step` loads `slot` into `block`."""
@@ -143,6 +145,9 @@ class Fences:
         Returns:
             its save fence and its load fence; 0: no need to wait.
         """
+        if self._last_save <= self._saves_done and self._last_load <= self._loads_done:
+            self._save_fence = self._load_fence = 0
+            return 0, 0  # everything is done that was ever saved or loaded
         copied = list[BlockId]()
         for source, target, _, _ in copies:
             copied += (BlockId(source), BlockId(target))

@@ -67,6 +67,9 @@ class IdleLeaves:
 
     def pop(self) -> Node | None:
         """Remove and return the leaf to evict first; None if there is none."""
+        if len(self._heaps) == 1:
+            ((account, heap),) = self._heaps.items()
+            return self._pop(heap) if self._bring_up(heap, account) else None
         best, least = None, (float("inf"), 0.0, 0.0, 0)
         for account, heap in self._heaps.items():
             if not self._bring_up(heap, account):

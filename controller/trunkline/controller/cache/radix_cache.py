@@ -207,9 +207,9 @@ class RadixCache(RadixTree):
             self.saves.later(node)
 
     def _wants_copy(self, node: Node) -> bool:
-        """Return whether to copy a chunk to the host: it has no copy yet, and the chunk above it has one, without
-        which no request would find it."""
-        if node.parent is None or not node.on_device or node.is_stored:
+        """Return whether to copy a chunk to the host, if there is room: it has no copy yet, and the chunk above it
+        has one, without which no request would find it."""
+        if not self.tiers.config.host_slots or node.parent is None or not node.on_device or node.is_stored:
             return False
         return node.parent.parent is None or node.parent.is_stored
 

@@ -148,8 +148,9 @@ class Match:
 
 def common_tokens(left: bytes, right: bytes) -> int:
     """Return the length of the common prefix of two token strings, in tokens."""
-    limit = min(len(left), len(right))
-    low, high = 0, limit // TOKEN_BYTES
+    if left[:TOKEN_BYTES] != right[:TOKEN_BYTES]:
+        return 0
+    low, high = 0, min(len(left), len(right)) // TOKEN_BYTES
     while low < high:  # bisection over memcmp beats a loop over tokens
         middle = (low + high + 1) // 2
         if left[: middle * TOKEN_BYTES] == right[: middle * TOKEN_BYTES]:
@@ -285,20 +286,30 @@ class RadixTree:
 
         Exact to the token: whole chunks by lookup, then the beginning of the best child. One lookup per chunk.
         """
-        path: list[Node] = []
-        node, size, offset = root, self.chunk_bytes, 0
-        end = len(tokens) - len(tokens) % size
-        while offset < end:
+        path, pending = self._walk(root, tokens, step)
+        if pending is not None:
+            return Match(path, pending, None, 0)
+        size = self.chunk_bytes
+        start = len(path) * size
+        partial, agreed = self.best_partial(path[-1] if path else root, tokens[start : start + size], step)
+        return Match(path, None, partial, agreed)
+
+    def whole_tokens(self, root: Node, tokens: bytes, step: int) -> int:
+        """Return how many tokens `match` finds in whole chunks."""
+        return len(self._walk(root, tokens, step)[0]) * self.chunk_size
+
+    def _walk(self, root: Node, tokens: bytes, step: int) -> tuple[list[Node], Node | None]:
+        """Return the whole computed chunks of `tokens` below `root`, and the next one if it is being computed."""
+        path, node, size = list[Node](), root, self.chunk_bytes
+        for offset in range(0, len(tokens) - size + 1, size):
             child = node.children.get(tokens[offset : offset + size])
             if child is None:
                 break
             if child.ready_step >= step:
-                return Match(path, child, None, 0)
+                return path, child
             path.append(child)
             node = child
-            offset += size
-        partial, agreed = self.best_partial(node, tokens[offset : offset + size], step)
-        return Match(path, None, partial, agreed)
+        return path, None
 
     def best_partial(self, node: Node, rest: bytes, step: int) -> tuple[Node | None, int]:
         """Return the usable child that agrees longest with `rest`, and for how many tokens.

@@ -35,10 +35,10 @@ def result_rows(plan: PlanBuilder, rows: DecodeRows) -> RowSet:
     if not len(old):
         return added
     return RowSet(
-        np.append(old.slots, added.slots),
-        np.append(old.batch_seq_ids, added.batch_seq_ids),
-        np.append(old.requests, added.requests),
-        np.append(old.samples, added.samples),
+        np.concatenate((old.slots, added.slots)),
+        np.concatenate((old.batch_seq_ids, added.batch_seq_ids)),
+        np.concatenate((old.requests, added.requests)),
+        np.concatenate((old.samples, added.samples)),
     )
 
 
@@ -58,6 +58,8 @@ def inflight_step(requests: RequestTable, plan: PlanBuilder, rows: DecodeRows) -
 
 
 def _searches_of(places: RowSet, rows: DecodeRows) -> frozenset[int]:
+    if not any_of(places.samples == BEAM):
+        return frozenset()
     beams = [rows.sequences[slot] for slot in places.slots[places.samples == BEAM].tolist()]
     return frozenset(
         beam.beam_position.search for beam in beams if beam is not None and beam.beam_position is not None

@@ -117,13 +117,13 @@ class TokenBuffer:
     __slots__ = ("_data", "count")
 
     def __init__(self, tokens: Int32Array) -> None:
-        self._data = np.array(tokens, dtype=np.int32)
+        self._data = np.array(tokens, dtype="<i4")
         self.count = len(self._data)
 
     def extend(self, tokens: Int32Array) -> None:
         needed = self.count + len(tokens)
         if needed > len(self._data):
-            grown = np.empty(max(needed, 2 * len(self._data)), dtype=np.int32)
+            grown = np.empty(max(needed, 2 * len(self._data)), dtype="<i4")
             grown[: self.count] = self._data[: self.count]
             self._data = grown
         self._data[self.count : needed] = tokens
@@ -138,7 +138,7 @@ class TokenBuffer:
 
     def to_bytes(self, start: int = 0, stop: int | None = None) -> bytes:
         """Return little-endian int32 bytes, as in chunk keys and messages."""
-        return self.view(start, stop).astype("<i4", copy=False).tobytes()
+        return self._data[start : self.count if stop is None else stop].tobytes()
 
 
 class Stem(NamedTuple):

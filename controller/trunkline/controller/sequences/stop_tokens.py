@@ -44,7 +44,10 @@ class StopTokens:
 
     def hit(self, slots: NDArray[np.intp], tokens: Int32Array) -> NDArray[np.bool_]:
         """Return `[rows]`: whether the token that each of these rows drew is one of its stop tokens."""
-        stopped: NDArray[np.bool_] = any_of(self._inline.take(slots, axis=1) == tokens, axis=0)
+        if not len(self._inline):
+            stopped = np.zeros(len(slots), np.bool_)
+        else:
+            stopped = any_of(self._inline.take(slots, axis=1) == tokens, axis=0)
         for slot, ids in self._many.items():
             for index in np.flatnonzero(slots == slot):
                 stopped[index] = int(tokens[index]) in ids

@@ -43,7 +43,7 @@ def tree_order(tables: Int32Array) -> tuple[NDArray[np.intp], int]:
     heads = heads[order]
     begins = heads[1:] != heads[:-1]
     if all_of(begins):  # below what all share, no two rows share a block, as in most batches
-        return order, common + 1
+        return order, common
     if rows * width >= LARGE_TABLES and (found := _order_by_branchings(tables, order, begins, common + 1)):
         return found
     keys = np.ascontiguousarray(tables[:, common:], dtype=">i4").view(f"S{4 * (width - common)}").reshape(rows)
@@ -92,16 +92,16 @@ def shared_runs(tables: Int32Array, block_counts: Int32Array) -> Int32Array:
     Returns:
         `[runs, 4]`: row_start, row_stop, table_start, table_stop; outer runs before the runs within them.
     """
-    rows = len(tables)
-    if rows < 2:
+    rows, width = tables.shape
+    if rows < 2 or not width:
         return np.empty((0, 4), dtype=np.int32)
     different = tables[1:] != tables[:-1]
-    agreed = np.where(different.any(axis=1), different.argmax(axis=1), tables.shape[1])
+    agreed = np.where(different.any(axis=1), different.argmax(axis=1), width)
     agreed = np.minimum(agreed, np.minimum(block_counts[1:], block_counts[:-1]))
     runs: list[tuple[int, int, int, int]] = []
     open_runs: list[tuple[int, int]] = []  # (first row, depth in blocks), depths strictly growing
     depths = np.append(agreed, 0)
-    changes = [0, *(np.flatnonzero(depths[1:] != depths[:-1]) + 1).tolist()]
+    changes = [0, *((depths[1:] != depths[:-1]).nonzero()[0] + 1).tolist()]
     for row, depth in zip(changes, depths[changes].tolist(), strict=True):  # at equal depths nothing opens or ends
         first = row
         while open_runs and open_runs[-1][1] > depth:
@@ -124,7 +124,7 @@ def text_runs(text_blocks: Int32Array) -> Int32Array:
     Returns:
         `[runs, 4]` as `shared_runs`; none if fewer than two rows have texts.
     """
-    rows = np.flatnonzero(text_blocks)
+    rows = text_blocks.nonzero()[0]
     if len(rows) < 2:
         return np.empty((0, 4), dtype=np.int32)
     return np.stack([rows, rows + 1, np.zeros_like(rows), text_blocks[rows]], axis=1).astype(np.int32)

@@ -98,7 +98,12 @@ class Prefetcher:
 
     def known_tokens(self, group: SequenceGroup, step: int) -> int:
         """Return how many of a group's own tokens are cached in some tier."""
-        path = expected_chunks(self._tree, group.members[0], step).path
+        tree = self._tree
+        if group.cut is None and group.modules is None and not isinstance(tree, ReaderCache):
+            sequence = group.members[0]
+            root = tree.find_root(sequence.salt)
+            return 0 if root is None else tree.whole_tokens(root, sequence.tokens.to_bytes(), step)
+        path = expected_chunks(tree, group.members[0], step).path
         return _tokens(path[_entries(group) :])
 
     def fetch_unless_near(self, group: SequenceGroup, step: int, now: float) -> int:
