@@ -1,18 +1,36 @@
 """The reports that a controller receives from its workers (PULL socket), and what is in them.
 
 All are MessagePack arrays, tagged; arrays of numbers travel as little-endian int32 or float32 bytes. See
-docs/protocol.md. What routers ask for is in `messages.py`.
+docs/protocol.md. What routers ask for is in `messages.py`. A report with a number that no correct worker sends
+cannot be decoded, and ends the epoch.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
 TEXT_CHARACTERS_MAX: Final = 4096
 """Largest number of characters of a text in a report, but for a failure's reason. A controller takes a longer one
 for nonsense, and gives the workers up."""
+COUNT_MAX: Final = 1 << 31
+BLOCKS_MAX: Final = 1 << 24
+"""Largest number of device blocks that a rank may report."""
+_SLOTS_MAX: Final = 1 << 28
+"""Largest number of slots that a tier of a rank may report."""
+_BYTES_MAX: Final = 1 << 48
+"""Largest number of bytes in a report: totals of them are kept, and sent as 64-bit numbers."""
+_US_MAX: Final = 1 << 42
+"""Largest number of microseconds in a report: seven weeks."""
+
+_Count = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
+_Blocks = Annotated[int, Meta(ge=0, le=BLOCKS_MAX)]
+_Slots = Annotated[int, Meta(ge=0, le=_SLOTS_MAX)]
+_Bytes = Annotated[int, Meta(ge=0, le=_BYTES_MAX)]
+_Micros = Annotated[int, Meta(ge=0, le=_US_MAX)]
+_Flag = Annotated[int, Meta(ge=0, le=1)]
 
 
 class TopLogprobs(msgspec.Struct, array_like=True, frozen=True):
@@ -79,15 +97,15 @@ class WorkerReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
     rank: int
     epoch: int
     pid: int
-    num_blocks: int
-    block_bytes: int
+    num_blocks: _Blocks
+    block_bytes: _Bytes
     """Bytes of one block on this rank."""
     device: str
-    host_slots: int = 0
+    host_slots: _Slots = 0
     """Number of blocks that the rank's host pool holds."""
-    swap_us_per_block: float = 0.0
+    swap_us_per_block: Annotated[float, Meta(ge=0.0, le=_US_MAX)] = 0.0
     """Microseconds of one save and one load of a block, measured at the start."""
-    disk_slots: int = 0
+    disk_slots: _Slots = 0
     """Number of blocks that the rank's disk tier holds; 0: it has none, or could not open it."""
     tier_problem: str = ""
     """Why a tier that was asked for is not there; the group goes on without it."""
@@ -95,11 +113,11 @@ class WorkerReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
     """Whether the rank was given a remote tier (which may be unreachable now and back later)."""
     exports: str = ""
     """Endpoint at which the rank exports the chunks in its host memory to peers; "": it exports none."""
-    window: int = 0
+    window: _Count = 0
     """Number of tokens that a query sees in the layer with the widest window; 0: some layer sees all."""
-    part_window: int = 0
+    part_window: _Count = 0
     """That of the layers with a window, where other layers see all tokens; 0: all layers are of one kind."""
-    whole_blocks: int = 0
+    whole_blocks: _Blocks = 0
     """Number of blocks that can hold KV of the layers with a window at once (`part_window`); 0: all."""
 
 
@@ -119,27 +137,27 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True, tag="result"):
     tokens: bytes
     """int32 sampled ids: of the decode rows in order, the prefill entries with `sample` 1, the forks. Behind a
     row's token stands one for each draft: what was drawn there, -1 behind the first draft that was wrong."""
-    elapsed_us: int
+    elapsed_us: _Micros
     """Microseconds of wall time that the step took in the worker."""
     logprobs: dict[int, TopLogprobs] | None = None
     """Log-probabilities by index into `tokens`, for the sequences that asked for them."""
-    plan_copies: int = 0
+    plan_copies: _Flag = 0
     """1: the decode plan was rebuilt for this step; 0: the one before was advanced (ChunkAttention §3.3)."""
-    kv_bytes_read: int = 0
+    kv_bytes_read: _Bytes = 0
     """Bytes of KV that decode attention read on rank 0, all layers; a chunk that is read once counts once."""
     beams: dict[int, BeamStep] | None = None
     """Candidates of each beam search, by the search's id. The tokens of its rows stand in `tokens`, too."""
     prompt_logprobs: dict[int, PromptLogprobs] | None = None
     """Log-probabilities by sequence, for the prompt positions that this step computed."""
-    moved_us: int = 0
+    moved_us: _Micros = 0
     """Microseconds of wall time that the copying of `moved_blocks` took, beside the steps."""
-    moved_blocks: int = 0
+    moved_blocks: _Count = 0
     """Number of blocks that were saved or loaded since the last result."""
-    waited_us: int = 0
+    waited_us: _Micros = 0
     """Microseconds for which the step waited for saves and loads, part of `elapsed_us`."""
     forced: dict[int, bytes] | None = None
     """By sequence, int32 ids that spell what its grammar demands next; told once (`CompileGrammar.foretell`)."""
-    replayed: int = 0
+    replayed: _Flag = 0
     """1: the step was a graph on a GPU."""
 
 
@@ -157,7 +175,7 @@ class MoveOutcome(msgspec.Struct, array_like=True, frozen=True):
     status: int
     """0: the move is done, and what was read is verified; 1: the tier does not hold the whole chunk (any more); 2:
     the tier failed."""
-    elapsed_us: int = 0
+    elapsed_us: _Micros = 0
     """Microseconds from the start of the move, not from its order, to its end."""
     detail: str = ""
     """Why the tier failed."""

@@ -12,6 +12,7 @@ from trunkline.controller.cache.thin_blocks import ThinPool
 from trunkline.controller.cache.thin_cache import ThinCache
 from trunkline.controller.cache.window_cache import WindowCache
 from trunkline.controller.sequences.sequence import PrefixMatch, Sequence
+from trunkline.kvstore.chunks import NO_BLOCK
 from trunkline.kvstore.window_share import LoadedLayers
 
 
@@ -30,7 +31,7 @@ class AbsentChunks(NamedTuple):
         layers with a window."""
         placed = dict[Node, LoadedLayers]()
         for node in path[behind:]:
-            if not node.on_device:
+            if node.block == NO_BLOCK:
                 placed[node] = LoadedLayers.ALL
         if not isinstance(tree, ThinCache):
             return cls(placed, [])

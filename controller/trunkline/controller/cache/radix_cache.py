@@ -332,12 +332,12 @@ class RadixCache(RadixTree):
         return block
 
     def _now_active(self, node: Node) -> None:
-        super()._now_active(node)
-        self.evictable -= node.on_device
+        self.active_count += 1
+        self.evictable -= node.block != NO_BLOCK
 
     def _now_idle(self, node: Node) -> None:
-        super()._now_idle(node)
-        self.evictable += node.on_device
+        self.active_count -= 1
+        self.evictable += node.block != NO_BLOCK
         self._note_idle(node)
 
     def is_read(self, node: Node) -> bool:
@@ -351,7 +351,7 @@ class RadixCache(RadixTree):
 
     def _is_idle_leaf(self, node: Node) -> bool:
         """Return whether the chunk could be evicted from the device now."""
-        return node.on_device and not (node.active or node.device_children) and node.parent is not None
+        return node.block != NO_BLOCK and not (node.active or node.device_children) and node.parent is not None
 
     def _note_idle(self, node: Node) -> None:
         if self._is_idle_leaf(node):

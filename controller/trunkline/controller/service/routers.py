@@ -24,7 +24,7 @@ from trunkline.controller.sequences.decode_rows import Int64Array
 from trunkline.kvstore.chunks import any_of, pack_int32
 from trunkline.router.messages import Outputs, RouterMessage
 from trunkline.runtime.process import RareLog
-from trunkline.runtime.wire_flags import MORE, NOBLOCK
+from trunkline.runtime.wire_flags import MORE, NOBLOCK, has_message
 from trunkline.runtime.wire_gate import MESSAGE_BYTES_MAX, Gate
 from trunkline.runtime.wire_keys import Role
 
@@ -157,8 +157,10 @@ class Routers:
                 message = self._decoder.decode(payload.buffer)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 self.rare.warning("router message cannot be decoded; ignored", now, error=str(error))
-                continue
-            yield self._heard(identity, now), message
+            else:
+                yield self._heard(identity, now), message
+            if not has_message(self.socket):
+                return
 
     def _heard(self, identity: bytes, now: float) -> int:
         """Note that the router with this ZeroMQ identity is alive; return its index, the next one if it is new."""
@@ -176,12 +178,15 @@ class Routers:
         Nothing is sent to a router that is no longer known. A router that is no longer connected counts as silent.
         """
         router = self._by_index.get(index)
-        if router is None:
-            return
-        router.seq += 1
+        if router is not None:
+            self._send(router, replace(message, seq=router.seq + 1))
+
+    def _send(self, router: _Router, message: RouterMessage) -> None:
+        """Send a router its next message, which has its number."""
+        router.seq = message.seq
         if isinstance(message, Outputs):
             router.last_outputs = router.seq
-        payload = self._encoder.encode(replace(message, seq=router.seq))
+        payload = self._encoder.encode(message)
         try:
             self.socket.send(router.identity, MORE)
             self.socket.send(payload, NOBLOCK)
@@ -247,18 +252,20 @@ class Routers:
         if self._shares.requests is not requests or self._shares.samples is not samples:
             self._shares = _Shares.of(requests, samples)  # most steps have the rows of the step before
         for share in self._shares.of_routers:
+            part, router = parts.pop(share.router, None), self._by_index.get(share.router)
+            if router is None:
+                continue
             own, mine = logprobs or None, share.rows
             if logprobs and mine is not None:
                 position = np.cumsum(mine) - 1
                 own = {int(position[i]): value for i, value in logprobs.items() if mine[i]} or None
-            message = replace(
-                parts.pop(share.router, Outputs(0)),
-                requests=share.numbers,
-                tokens=pack_int32(tokens if mine is None else tokens[mine]),
-                samples=share.samples,
-                logprobs=own,
-            )
-            self.send(share.router, message)
+            number, packed = router.seq + 1, pack_int32(tokens if mine is None else tokens[mine])
+            if part is None:
+                message = Outputs(number, share.numbers, packed, logprobs=own, samples=share.samples)
+            else:
+                fields = {"requests": share.numbers, "tokens": packed, "samples": share.samples, "logprobs": own}
+                message = replace(part, seq=number, **fields)
+            self._send(router, message)
 
     def close(self) -> None:
         self.socket.close()

@@ -23,7 +23,7 @@ from trunkline.controller.tiers.fetching import PROBE_PATIENCE_S, Fetching
 from trunkline.controller.tiers.holders import Holders, KnownPath
 from trunkline.controller.tiers.kept_probe import KeptProbe, enter_kept, kept_probe
 from trunkline.controller.tiers.tier_orders import TierOrders
-from trunkline.kvstore.chunks import NO_PEER, ChunkName, chunk_name
+from trunkline.kvstore.chunks import NO_BLOCK, NO_PEER, ChunkName, chunk_name
 from trunkline.kvstore.root_keys import text_root_name
 
 PROBED_CHUNKS_MAX: Final = 4096
@@ -134,7 +134,7 @@ class Prefetcher:
         if match.pending is not None or known < sequence.tokens.count - 1:
             return 0
         for node in match.path if match.partial is None else [*match.path, match.partial]:
-            if not node.on_device:
+            if node.block == NO_BLOCK:
                 return 0
         return known
 

@@ -22,7 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 from trunkline.controller.messages import Ping, RouterRequest
 from trunkline.router.messages import Outputs, RouterMessage, State, TierState
 from trunkline.router.streams.takers import pass_to_takers
-from trunkline.runtime.wire_flags import NOBLOCK
+from trunkline.runtime.wire_flags import NOBLOCK, has_message
 from trunkline.runtime.wire_keys import WireKeysError, is_network
 from trunkline.runtime.wire_peer import HANDSHAKE_FAILED, WirePeer
 
@@ -111,7 +111,7 @@ class ControllerSocket:
         except zmq.Again:
             return False
         # ZeroMQ's descriptor signals edges only, and this send may have consumed one.
-        self._loop.call_soon(self._on_readable)
+        self._loop.call_soon(self._look, 1)
         return True
 
     def send_ping(self) -> None:
@@ -132,7 +132,11 @@ class ControllerSocket:
             pass_to_takers(offered, self._loop.time)
         if not left:
             # Streams that wait for the first message get it before the next look, which mostly finds nothing.
-            self._loop.call_soon(self._on_readable, _MESSAGES_PER_TURN)
+            self._loop.call_soon(self._look, _MESSAGES_PER_TURN)
+
+    def _look(self, messages_max: int) -> None:
+        if not self._closed and has_message(self._socket):
+            self._on_readable(messages_max)
 
     def _receive(self, frame: bytes, offered: list[Stream]) -> None:
         self.heard_at = self._loop.time()
