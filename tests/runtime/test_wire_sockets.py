@@ -8,6 +8,7 @@ import random
 import socket as sockets
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -15,7 +16,7 @@ from deploy.waiting import wait_for
 from zmq.utils.monitor import parse_monitor_message
 
 from trunkline.runtime import wire_gate
-from trunkline.runtime.wire_gate import MESSAGE_BYTES_MAX, SUBSCRIPTION_BYTES_MAX, Gate, connections_max
+from trunkline.runtime.wire_gate import MESSAGE_BYTES_MAX, SUBSCRIPTION_BYTES_MAX, Gate, Port, connections_max
 from trunkline.runtime.wire_keys import Role, WireKeysError, generate, load, write
 from trunkline.runtime.wire_peer import HANDSHAKE_FAILED, WirePeer
 
@@ -326,6 +327,30 @@ def test_garbage_is_closed_within_the_time_of_a_handshake(
 
 def _memory_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_an_error_at_one_peer_keeps_no_other_out(
+    hurried: Server, connect: Connect, keys: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one thread for which all handshakes wait goes on, whatever it is."""
+    failed = []
+
+    def failing_once(work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if work not in failed:
+                failed.append(work)
+                raise ValueError("surprise")
+            return work(*arguments)
+
+        return call
+
+    monkeypatch.setattr(Gate, "_answer", failing_once(Gate._answer))
+    monkeypatch.setattr(Port, "take", failing_once(Port.take))
+    client = connect(WirePeer(keys), hurried.endpoint())
+    assert client.enters()
+    client.socket.send(b"hello")
+    assert hurried.hears(hurried.router, b"hello")
+    assert len(failed) == 2
 
 
 def test_a_message_that_is_too_long_ends_its_connection_only(keys: str, connect: Connect) -> None:

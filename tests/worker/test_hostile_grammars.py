@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
 import time
 from contextlib import suppress
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final
 
 import psutil
 import pytest
@@ -15,9 +18,10 @@ from worker.tier_driver import wait_until
 
 from trunkline.controller.reports import GrammarReady
 from trunkline.deploy.config.models import DEMO_FOLDER
+from trunkline.worker.grammar import process
 from trunkline.worker.grammar.checks import prepare
 from trunkline.worker.grammar.compiler import GrammarStore, Line
-from trunkline.worker.grammar.process import Wanted
+from trunkline.worker.grammar.process import TrialProcess, Wanted
 
 pytestmark = pytest.mark.processes
 
@@ -132,6 +136,22 @@ def test_a_grammar_that_takes_too_long_is_given_up() -> None:
     assert len(own) == 2, "one process for short trials, one for long ones"
     assert not [child for process in own for child in process.children()], "a trial goes on"
     store.close()
+
+
+def test_a_process_that_starts_while_its_trials_are_cancelled_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = TrialProcess(DEMO_FOLDER, V, 60.0)
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        trial.cancel()
+        return popen(*arguments, **options)
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(process, "subprocess", SimpleNamespace(Popen=start, PIPE=subprocess.PIPE))
+    trial.start()
+    assert trial._process is not None
+    assert trial._process.wait(60.0) == -signal.SIGKILL
+    with pytest.raises(OSError, match="cancelled"):
+        trial.start()
 
 
 def test_grammars_that_take_long_delay_nobody_else() -> None:

@@ -287,18 +287,25 @@ class Gate:
     # -- in the thread
 
     def _run(self, woken: zmq.Socket[bytes]) -> None:
-        zap = self._zap
         poller = zmq.Poller()
-        for socket in filter(None, (woken, zap, *self._monitors)):
+        for socket in filter(None, (woken, self._zap, *self._monitors)):
             poller.register(socket, zmq.POLLIN)
         while not woken.poll(0):
             for socket, _ in poller.poll():
-                if zap is not None and socket is zap:
-                    if (answer := self._answer(zap.recv_multipart())) is not None:
-                        zap.send_multipart(answer, zmq.NOBLOCK)
-                elif socket is not woken and not self._observe(socket, time.monotonic()):
-                    poller.unregister(socket)
+                try:
+                    if socket is not woken and not self._serve(socket):
+                        poller.unregister(socket)
+                except Exception as error:  # whatever it is, all other peers wait for this thread
+                    log.error("a peer could not be looked at", error=str(error), exc_info=True)
         woken.close(linger=0)
+
+    def _serve(self, socket: zmq.Socket[bytes]) -> bool:
+        """Answer a question, or take the events of a monitor; return False if no more will come."""
+        if socket is not self._zap:
+            return self._observe(socket, time.monotonic())
+        if (answer := self._answer(socket.recv_multipart())) is not None:
+            socket.send_multipart(answer, zmq.NOBLOCK)
+        return True
 
     def _observe(self, monitor: zmq.Socket[bytes], now: float) -> bool:
         """Take the events of a monitor; return False if there will be no more."""

@@ -180,6 +180,35 @@ def test_a_file_that_is_not_for_us_is_left_alone(lab: SqliteLab, problem: str) -
     asyncio.run(test())
 
 
+def test_no_error_ends_the_thread_for_which_operations_wait(
+    lab: SqliteLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither one that nobody foresaw, such as of code that reads damaged files, nor a lack of room for threads."""
+
+    def fail(*_: object) -> NoReturn:
+        raise RuntimeError("surprise")
+
+    async def test() -> None:
+        async with stores(lab) as (store,):
+            with monkeypatch.context() as patched:
+                patched.setattr(threading.Thread, "start", fail)
+                with pytest.raises(RuntimeError):
+                    await store.get(KEY)
+            with monkeypatch.context() as patched:
+                patched.setattr(store._thread, "_open", fail)
+                with pytest.raises(StoreAwayError, match="surprise"):
+                    await asyncio.wait_for(store.create(KEY, Change(b"")), 60.0)
+            made = await store.create(KEY, Change(b"header"))
+            with monkeypatch.context() as patched:
+                patched.setattr(store._thread._file, "is_current", fail)
+                reads = [store.get(KEY), store.get(KEY)]
+                found = await asyncio.wait_for(asyncio.gather(*reads, return_exceptions=True), 60.0)
+            assert [type(each) for each in found] == [StoreAwayError] * 2
+            assert (await store.get(KEY)).record == made
+
+    asyncio.run(test())
+
+
 def test_a_file_that_was_deleted_begins_anew_for_all(lab: SqliteLab) -> None:
     async def test() -> None:
         async with stores(lab, 2) as (one, other):

@@ -102,10 +102,11 @@ class SqliteThread:
         with self._changed:
             if self._is_closing:
                 raise StoreAwayError("the record store is closed")
-            (self._writes if writes else self._reads).append(operation)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._main, name="records", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._main, name="records", daemon=True)
+                thread.start()  # fails if the system has no room for threads; the next operation tries again
+                self._thread = thread
+            (self._writes if writes else self._reads).append(operation)
             self._changed.notify()
         result: T = await operation.future
         return result
@@ -154,6 +155,11 @@ class SqliteThread:
             if _primary_code(error) in _BUSY:
                 return self._put_off(operations, error, writes=writes)
             return self._without(operations, error, writes=writes)
+        except Exception as error:  # whatever it is, the thread goes on, for which all operations wait
+            log.error("records cannot be used", path=self._path, error=str(error), exc_info=True)
+            self._disconnect()
+            self._fail(operations, error)
+            return False
         if writes:
             self._note("")
         wanting = [each for each in operations if isinstance(each.error, NeedsWriteError)]

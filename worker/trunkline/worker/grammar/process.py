@@ -91,6 +91,8 @@ class TrialProcess:
             stdout=subprocess.PIPE,
             bufsize=0,
         )
+        if self._cancelled:  # meanwhile, when there was no process yet to end
+            self._process.kill()
 
     def verdict_on(self, wanted: Wanted) -> TrialVerdict:
         """Try a grammar; return what is wrong with it, if anything is.
