@@ -424,3 +424,27 @@ async def follow_two_controllers(place: Path) -> None:
 
 def test_feeds_follow_controllers_over_sockets(tmp_path_factory: pytest.TempPathFactory) -> None:
     asyncio.run(follow_two_controllers(tmp_path_factory.mktemp("e")))
+
+
+async def check_again_after_an_error() -> None:
+    ticks: list[float] = []
+
+    class Failing:
+        def tick(self) -> None:
+            ticks.append(asyncio.get_running_loop().time())
+            raise ValueError("surprise")
+
+        def close(self) -> None:
+            pass
+
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    feeds = EventFeeds(zmq.Context.instance(), Index(), lambda *_: None)
+    feeds._feeds[0] = Failing()  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="surprise"):
+        feeds.open()
+    await until(lambda: len(ticks) >= 2)
+    feeds.close()
+
+
+def test_an_error_does_not_end_the_checks_for_good() -> None:
+    asyncio.run(check_again_after_an_error())

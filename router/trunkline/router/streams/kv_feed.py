@@ -393,9 +393,10 @@ class EventFeeds:
             feed.close()
 
     def _tick(self) -> None:
+        # First: what may fail below must not end the checks for good.
+        self._timer = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
         for feed in self._feeds.values():
             feed.tick()
-        self._timer = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
 
     def status(self, controller: int) -> str:
         """Return "current", "catching up", "stale" (no message for a while) or "off" (the controller publishes no
