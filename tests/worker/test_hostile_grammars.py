@@ -18,7 +18,6 @@ from worker.tier_driver import wait_until
 
 from trunkline.controller.reports import GrammarReady
 from trunkline.deploy.config.models import DEMO_FOLDER
-from trunkline.worker.grammar import process
 from trunkline.worker.grammar.checks import prepare
 from trunkline.worker.grammar.compiler import GrammarStore, Line
 from trunkline.worker.grammar.process import TrialProcess, Wanted
@@ -146,7 +145,9 @@ def test_a_process_that_starts_while_its_trials_are_cancelled_is_ended(monkeypat
         return popen(*arguments, **options)
 
     popen = subprocess.Popen
-    monkeypatch.setattr(process, "subprocess", SimpleNamespace(Popen=start, PIPE=subprocess.PIPE))
+    monkeypatch.setattr(
+        "trunkline.worker.grammar.process.subprocess", SimpleNamespace(Popen=start, PIPE=subprocess.PIPE)
+    )
     trial.start()
     assert trial._process is not None
     assert trial._process.wait(60.0) == -signal.SIGKILL

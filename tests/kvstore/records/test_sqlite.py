@@ -183,7 +183,7 @@ def test_a_file_that_is_not_for_us_is_left_alone(lab: SqliteLab, problem: str) -
 def test_no_error_ends_the_thread_for_which_operations_wait(
     lab: SqliteLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither one that nobody foresaw, such as of code that reads damaged files, nor a lack of room for threads."""
+    """Neither an unforeseen one, as of code that reads damaged files, nor a lack of room for threads."""
 
     def fail(*_: object) -> NoReturn:
         raise RuntimeError("surprise")
