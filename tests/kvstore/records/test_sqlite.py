@@ -189,22 +189,23 @@ def test_no_error_ends_the_thread_for_which_operations_wait(
         raise RuntimeError("surprise")
 
     async def test() -> None:
-        async with stores(lab) as (store,):
-            with monkeypatch.context() as patched:
-                patched.setattr(threading.Thread, "start", fail)
-                with pytest.raises(RuntimeError):
-                    await store.get(KEY)
-            with monkeypatch.context() as patched:
-                patched.setattr(store._thread, "_open", fail)
-                with pytest.raises(StoreAwayError, match="surprise"):
-                    await asyncio.wait_for(store.create(KEY, Change(b"")), 60.0)
-            made = await store.create(KEY, Change(b"header"))
-            with monkeypatch.context() as patched:
-                patched.setattr(store._thread._file, "is_current", fail)
-                reads = [store.get(KEY), store.get(KEY)]
-                found = await asyncio.wait_for(asyncio.gather(*reads, return_exceptions=True), 60.0)
-            assert [type(each) for each in found] == [StoreAwayError] * 2
-            assert (await store.get(KEY)).record == made
+        store = lab.open()
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            with pytest.raises(RuntimeError):
+                await store.get(KEY)
+        with monkeypatch.context() as patched:
+            patched.setattr(store._thread, "_open", fail)
+            with pytest.raises(StoreAwayError, match="surprise"):
+                await asyncio.wait_for(store.create(KEY, Change(b"")), 60.0)
+        made = await store.create(KEY, Change(b"header"))
+        with monkeypatch.context() as patched:
+            patched.setattr(store._thread._file, "is_current", fail)
+            reads = [store.get(KEY), store.get(KEY)]
+            found = await asyncio.wait_for(asyncio.gather(*reads, return_exceptions=True), 60.0)
+        assert [type(each) for each in found] == [StoreAwayError] * 2
+        assert (await store.get(KEY)).record == made
+        await store.close()
 
     asyncio.run(test())
 
