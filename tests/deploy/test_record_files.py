@@ -76,7 +76,8 @@ def test_the_place(tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyP
     assert plan_records(ServeSettings(remote_tier=REDIS)).described == "redis://:***@127.0.0.1:1/0"
     monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert plan_records(ServeSettings()).described == "kept only while the server runs"
+    described = plan_records(ServeSettings()).described
+    assert described == "kept only while the server runs; --records sqlite:PATH keeps them"
 
 
 def test_the_folder_is_private_and_says_what_is_in_it(tmp_path: Path, said: Said) -> None:

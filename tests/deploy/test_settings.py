@@ -279,6 +279,19 @@ def test_the_disk_tier_of_the_default_is_off_where_it_cannot_be(
     assert plan.describe_tiers(disk) == expected
 
 
+def test_who_has_no_home_is_told_why_there_is_no_disk_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    plan = plan_cluster(ServeSettings(port=0, tp=1))
+    with disk_folders(plan.disk) as disk:
+        assert (
+            plan.describe_tiers(disk)
+            == "host 1 GiB each · no disk, as there is no home folder (--disk-tier PATH:SIZE)"
+        )
+
+
 def test_the_disk_tier_is_on_by_default(cache_home: Path) -> None:
     plan = plan_cluster(ServeSettings(port=0, tp=1))
     with disk_folders(plan.disk) as disk:

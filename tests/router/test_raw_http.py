@@ -299,6 +299,23 @@ def test_who_leaves_while_an_error_waits_is_noticed(tmp_path: Path, tokenizer: T
     assert len(fake.behaviour.submits) == 1
 
 
+@pytest.mark.parametrize("whole", [streamed(9), WHOLE, b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+def test_a_client_of_http_1_0_gets_no_chunks(tight: RunningRouter, whole: bytes) -> None:
+    """RFC 9112 §6.1. Without a length, the answer ends with the connection."""
+    old = whole.replace(b" HTTP/1.1", b" HTTP/1.0", 1)
+    head, _, body = said(tight, old, quiet_s=60.0).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head
+    if b"event-stream" in head:
+        assert b"content-length" not in head
+        *events, done, rest = body.split(b"\n\n")
+        assert (done, rest) == (b"data: [DONE]", b"")
+        assert all("choices" in json.loads(event.removeprefix(b"data: ")) for event in events)
+    else:
+        assert b"content-length: %d\r\n" % len(body) in head
+    assert serves(tight)
+
+
 BROKEN_BODY = HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\nzz\r\n"
 
 

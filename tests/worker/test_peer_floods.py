@@ -97,6 +97,7 @@ def test_a_peer_that_never_ceases_to_answer_is_given_up(own: PeerRank, tmp_path:
 
 def test_a_busy_thread_that_ends_before_it_is_woken_keeps_nobody_waiting(own: PeerRank, tmp_path: Path) -> None:
     own.meet(1, f"ipc://{tmp_path}/nobody")
+    assert own.tiers._peers is not None
     link = own.tiers._peers._links[1]
 
     class Seen(queue.SimpleQueue[Any]):

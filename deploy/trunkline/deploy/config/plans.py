@@ -356,6 +356,8 @@ class ClusterPlan:
             parts.append(f"host {format_bytes(memory)} each")
         if self.disk is not None and disk.groups:
             parts.append(f"disk {format_bytes(disk.rank_bytes)} each in {self.disk.base}")
+        elif parts and settings.disk_tier is None and machine.cache_folder() is None:
+            parts.append("no disk, as there is no home folder (--disk-tier PATH:SIZE)")
         if settings.remote_tier:
             parts.append(f"remote {redacted(settings.remote_tier)}")
         return " · ".join(parts) or "none"

@@ -68,7 +68,9 @@ class RecordsPlan:
     @property
     def described(self) -> str:
         """The place in words, without a password."""
-        return "kept only while the server runs" if self.url in ("", IN_MEMORY) else redacted(self.url)
+        if self.url == "":
+            return f"kept only while the server runs; --records {SQLITE}PATH keeps them"
+        return "kept only while the server runs" if self.url == IN_MEMORY else redacted(self.url)
 
 
 def records_beside(remote_tier: str) -> str:

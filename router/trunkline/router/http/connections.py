@@ -36,6 +36,7 @@ _BODY_MARGIN: Final = 1.1
 _AUTHORITY_END: Final = re.compile(rb"[/?#]")
 _READ_AHEAD: Final = 1
 """Largest number of requests behind the one that is being answered with which a connection is still read."""
+_CHUNKED: Final = b"transfer-encoding: chunked\r\n"
 _AS_IT_IS: Final = -1.0
 """Stands for the seconds of a timer that goes on."""
 
@@ -138,6 +139,44 @@ class _BodyOutlet:
         self._cycle.transport.write(b"%b%x\r\n%b\r\n" % (head, len(part), part))
 
 
+class _UnchunkedAnswer:
+    """Sends an answer to a client of HTTP/1.0, which knows no chunks: the connection's end is the answer's end."""
+
+    __slots__ = ("_cycle", "_is_open_ended", "_send")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._send = cycle, cycle.send
+        self._is_open_ended = False
+        """Whether the head does not say how long the answer is."""
+
+    async def send(self, message: Message) -> None:
+        """Send the head or a part of the answer."""
+        cycle = self._cycle
+        if not cycle.response_started:
+            await self._send_head(message)
+            return
+        if self._is_open_ended and not cycle.response_complete and (body := message.get("body", b"")):
+            if cycle.flow.write_paused:
+                await cycle.flow.drain()
+            if not cycle.disconnected:
+                cycle.transport.write(body)
+            message = {**message, "body": b""}
+        await self._send(message)  # type: ignore[arg-type]
+
+    async def _send_head(self, start: Message) -> None:
+        cycle, held = self._cycle, _Held()
+        transport, cycle.transport = cycle.transport, held  # type: ignore[assignment]
+        try:
+            await self._send(start)  # type: ignore[arg-type]
+        finally:
+            cycle.transport = transport
+        if cycle.chunked_encoding:
+            cycle.chunked_encoding, self._is_open_ended = False, True
+            held.written = held.written.replace(_CHUNKED, b"", 1)
+        if held.written:
+            transport.write(held.written)
+
+
 def _take_body(cycle: RequestResponseCycle) -> bytes:
     """Return what has arrived of a request's body and was not received yet, once."""
     body, cycle.body = bytes(cycle.body), bytearray()
@@ -223,7 +262,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._add_earlier(before)
             if len(self.pipeline) <= _READ_AHEAD:
                 self.flow.resume_reading()  # the end of a connection that is not read goes unnoticed
-        self.scope[BODY_OUTLET] = _BodyOutlet(self.cycle)  # type: ignore[typeddict-unknown-key]
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = _UnchunkedAnswer(self.cycle).send  # type: ignore[method-assign, assignment]
+        else:
+            self.scope[BODY_OUTLET] = _BodyOutlet(self.cycle)  # type: ignore[typeddict-unknown-key]
         if self.server_state.hands_over:
             self.cycle.keep_alive = False
 

@@ -9,13 +9,15 @@ A family gives fields names of its own; they are checked where they are read. Mi
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import ceil, floor, log, log2, sqrt
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from trunkline.worker.errors import UnsupportedModelError
 from trunkline.worker.model.model_config import RopeConfig
+
+Number = TypeVar("Number", int, float)
 
 ROPE_KINDS: Final = ("default", "linear", "llama3", "yarn", "longrope")
 ACTIVATIONS: Final = {
@@ -57,10 +59,16 @@ class Fields:
         value = self.get(name, default)
         if value is None:
             raise KeyError(self.spelled(name))
-        return int(value)
+        return self._read(int, name, value, "a whole number")
 
     def number(self, name: str, default: float) -> float:
-        return float(self.get(name, default))
+        return self._read(float, name, self.get(name, default), "a number")
+
+    def _read(self, read: Callable[[Any], Number], name: str, value: object, what: str) -> Number:
+        try:
+            return read(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"{self.spelled(name)} is {value!r}; it should be {what}") from None
 
     def nullable(self, name: str, default: float) -> float:
         """Return a field that is a number; 0 if it is null."""
