@@ -88,7 +88,7 @@ log = structlog.get_logger()
 
 
 class ControllerService:
-    """Owns the sockets and the engine; `run` returns the exit code."""
+    """The sockets and the engine: `run` is the loop, `_turn` a turn of it, and in `_step` the engine decides."""
 
     def __init__(self, config: ControllerConfig) -> None:
         """
@@ -151,6 +151,8 @@ class ControllerService:
         self._request_log.close()
         self._wake_ups.close()
 
+    # -- stopping
+
     def _stop_requested(self) -> None:
         """Begin to drain; at the second request, stop without waiting any longer."""
         if self.status in (Status.STARTING, Status.READY):
@@ -201,62 +203,64 @@ class ControllerService:
             self.routers.socket.poll(int((until - now) * 1000) + 1)
             self._read_routers(now := time.monotonic())
 
+    # -- a turn of the loop
+
     def _poll_ms(self) -> int:
         """Return for how many milliseconds the loop may sleep if nothing arrives."""
         left = min(self._deadlines.next() - time.monotonic(), POLL_SECONDS_MAX)
         return math.ceil(1000 * max(0.0, left))
 
-    def _turn(self, ready: set[object]) -> None:
-        """Collect what has arrived, let the engine take a step, and do what follows from it. `ready`: what has
-        something to read; to learn that a ZeroMQ socket has nothing takes several system calls.
+    def _turn(self, readable: set[object]) -> None:
+        """Collect what has arrived, let the engine take a step, and do what follows from it. Only what is
+        `readable` is read: to learn that a ZeroMQ socket has nothing takes several system calls.
 
         After a pause the processor's caches hold nothing of this program, and each function costs microseconds.
         So until `Deadlines.look`, a turn that has only a step's result does nothing else, and one that has only
         what routers say does everything else behind the engine's step. A calm step changes no chunk and no worker.
         """
         now = time.monotonic()
-        is_single = now < self._deadlines.look and len(ready) == 1
-        is_brief = is_single and self.group.reports in ready
-        is_planned = is_single and self.routers.socket in ready
-        if is_planned:
+        has_one = now < self._deadlines.look and len(readable) == 1
+        only_reports = has_one and self.group.reports in readable
+        only_routers = has_one and self.routers.socket in readable
+        if only_routers:
             self._read_routers(now)
             self._step(now)
-            ready = set()
-        if not is_brief:
-            self._read_signals(ready)
-        is_brief = self._read_workers(ready, now, is_brief)
-        if not is_brief:
+            readable = set()
+        if not only_reports:
+            self._read_signals(readable)
+        only_result = self._read_workers(readable, now, only_reports)
+        if not only_result:
             self.group.reform(now)
             self._try_start(now)
-            if self.routers.socket in ready:
+            if self.routers.socket in readable:
                 self._read_routers(now)
             self._forget_silent_routers(now)
         is_calm = False
-        if self._pending.events or not is_planned:
+        if self._pending.events or not only_routers:
             is_calm = self._step(now)
-        if not (is_brief and is_calm):
+        if not (only_result and is_calm):
             self.events.turn(self.engine, now)
-        if not is_brief:
+        if not only_result:
             self._look_around(now)
 
-    def _read_signals(self, ready: set[object]) -> None:
-        for number in self._wake_ups.read() if self._wake_ups.fileno() in ready else b"":
+    def _read_signals(self, readable: set[object]) -> None:
+        for number in self._wake_ups.read() if self._wake_ups.fileno() in readable else b"":
             if number in (signal.SIGTERM, signal.SIGINT):
                 self._stop_requested()
 
-    def _read_workers(self, ready: set[object], now: float, is_brief: bool) -> bool:
-        """Take what the workers say; return whether the turn is brief: it has a step's result, and nothing else.
+    def _read_workers(self, readable: set[object], now: float, only_reports: bool) -> bool:
+        """Take what the workers say; return whether this turn has a step's result, and nothing else.
 
         Args:
-            is_brief: whether nothing but reports can be read, and it is not yet time to look at everything.
+            only_reports: whether nothing but reports can be read, and it is not yet time to look at everything.
         """
         reports = []
         try:
-            if self.group.plans in ready:
+            if self.group.plans in readable:
                 self.group.membership_events(now)
-            reports = self.group.receive(now) if self.group.reports in ready else []
+            reports = self.group.receive(now) if self.group.reports in readable else []
             self._pending.events += reports if self.engine is not None else ()
-            if is_brief and len(reports) == 1 and isinstance(reports[0], StepResult):
+            if only_reports and len(reports) == 1 and isinstance(reports[0], StepResult):
                 return True
             self.group.check_loss(now)
         except GroupLostError as error:
@@ -346,6 +350,8 @@ class ControllerService:
             return str(error)
         return ""
 
+    # -- losing workers, and going on with others
+
     def _lose(self, reason: str, now: float) -> None:
         """Give up the workers: requests wait for new ones."""
         if not self.group.is_formed:
@@ -399,6 +405,8 @@ class ControllerService:
         group.loss.ended()
         log.info("ready", epoch=group.epoch, blocks=limits.num_blocks, max_context=limits.longest_plain)
         self._set_status(Status.READY, "")
+
+    # -- what routers ask for
 
     def _handle(self, router: int, message: RouterRequest, now: float) -> None:
         """Answer a router, or note what it wants for the engine's next step."""

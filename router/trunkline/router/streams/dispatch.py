@@ -89,7 +89,7 @@ class Dispatcher:
         """
         self.core = core
         self.turns = LoopTurns()
-        """In which requests begin and end."""
+        """Only one request begins or ends in each turn of the event loop."""
         self._served: set[str] = set()
         """The models of which a controller has ever been ready."""
         self._links = links
@@ -364,6 +364,7 @@ class Dispatcher:
     def _try(
         self, routed: RoutedRequest, sample: int, decision: Decision, route: RouteRequest, output: Sequence[int]
     ) -> bool:
+        """Send a sample (or `ALL`), as routing has decided; return False if that controller cannot take it."""
         link, is_part = self._links[decision.controller], decision.goes_on >= 0
         if not any(routed.stream.outputs):
             routed.weights = link.weights
@@ -410,8 +411,7 @@ class Dispatcher:
         handed over, is sent again a little later."""
         is_known = bool(routed.failed) or any(routed.stream.outputs)
         if not is_known or not self._resume_seconds:
-            end = routed.last_failure
-            asyncio.get_running_loop().call_soon(routed.stream.finish, *end)
+            asyncio.get_running_loop().call_soon(routed.stream.finish, *routed.last_failure)
             return
         routed.full.clear()
         self._wait(routed, sample)
