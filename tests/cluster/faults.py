@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import secrets
@@ -10,15 +11,18 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import pytest
 
 _SOURCE: Final = Path(__file__).with_name("fault_shim.c")
 _FIELDS: Final = struct.Struct("<4q")
 _ALTERED: Final = Path(__file__).with_name("altered.py")
+_NETWORK: Final = 0x40000000
+"""`CLONE_NEWNET` of Linux."""
 IMPATIENT: Final[dict[str, dict[str, Any]]] = {
     "router": {"config": {}},
     "controller": {"config": {"step_timeout_s": 5.0, "router_silence_seconds_max": 6.0}},
@@ -100,6 +104,19 @@ class Network:
         """Words that make a command run in a namespace."""
         return ["ip", "netns", "exec", self.names[index]]
 
+    def connection(self, index: int, port: int, timeout_s: float) -> HTTPConnection:
+        """A connection within a namespace, to one of its servers: no process has to be started there to ask."""
+        connection = HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+        with ExitStack() as opened:
+            own = opened.enter_context(Path("/proc/thread-self/ns/net").open())
+            other = opened.enter_context(Path("/run/netns", self.names[index]).open())
+            _enter(other)
+            try:
+                connection.connect()
+            finally:
+                _enter(own)
+        return connection
+
     @staticmethod
     def address(cable: int, end: int) -> str:
         """Of the near (0) or far (1) end of the cable between a namespace and its successor."""
@@ -151,6 +168,12 @@ class Network:
         for name, device, end in ((near, f"far{cable}", 0), (far, f"near{cable}", 1)):
             _ip("-n", name, "address", "add", f"{self.address(cable, end)}/24", "dev", device)
             _ip("-n", name, "link", "set", device, "up")
+
+
+def _enter(namespace: IO[str]) -> None:
+    """Make a network namespace the one of this thread's sockets (`os.setns` is newer than Python 3.11)."""
+    if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _NETWORK) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 def _ip(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:

@@ -30,6 +30,11 @@ STOP_SECONDS_MAX = 60.0
 COMMAND_SECONDS_MAX = 150.0
 PATIENCE_SECONDS = 60.0
 """What is waited for at least: how long a thing takes that comes for certain is the machine's business."""
+PAUSE_SECONDS_MIN = 0.05
+PAUSE_SECONDS_MAX = 0.5
+LOOKING_MAX = 0.05
+"""How much of the time goes into looking while a test waits: a look at the metrics takes 8 ms, and what is waited
+for needs the processor."""
 _LAUNCHER = ("-P", "-m", "trunkline.deploy.cli.app")
 _SPAWNED = re.compile(r"^(\S+) started \(process (\d+)\)$", re.MULTILINE)
 _READY = re.compile(r"^Ready after .* s: (http://\S+)$", re.MULTILINE)
@@ -255,8 +260,11 @@ def soon(condition: Callable[[], bool], seconds: float) -> bool:
     """Return whether `condition` holds within `seconds`, as soon as that is known: for what need not come at the
     first try."""
     deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() >= deadline:
+    while True:
+        begun = time.monotonic()
+        if condition():
+            return True
+        now = time.monotonic()
+        if now >= deadline:
             return False
-        time.sleep(0.05)  # each look at the metrics costs the router 4 ms
-    return True
+        time.sleep(min(max(PAUSE_SECONDS_MIN, (now - begun) / LOOKING_MAX), PAUSE_SECONDS_MAX))

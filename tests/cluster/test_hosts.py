@@ -14,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.area("survival")]
 PROMPT = "def read_lines(path):\n"
 TOKENS = 160
 START_S = 90.0
+ANSWER_S = 120.0
 LEADER = Network.address(0, 0)
 HEALTH = {"group": 9400, "workers": 9401, "router": 9402}
 BODY = {
@@ -37,22 +40,7 @@ BODY = {
     "ignore_eos": True,
 }
 _COMMAND = (sys.executable, "-P", "-m", "trunkline.deploy.cli.app")
-_ASK = """
-import json, sys, urllib.request
-url, body = sys.argv[1], sys.stdin.buffer.read()
-headers = {"Content-Type": "application/json"}
-try:
-    answer = urllib.request.urlopen(urllib.request.Request(url, body or None, headers), timeout=120)
-except urllib.error.HTTPError as error:
-    answer = error
-except OSError as error:
-    print(0, error)
-    sys.exit()
-print(answer.status, flush=True)
-for line in answer:
-    sys.stdout.buffer.write(line)
-    sys.stdout.flush()
-"""
+HEADERS = {"Content-Type": "application/json"}
 
 
 class Hosts:
@@ -87,32 +75,23 @@ class Hosts:
     def log(self, kind: str) -> str:
         return (self.folder / f"{kind}.log").read_text(errors="replace")
 
-    def ask(self, host: int, url: str, body: bytes = b"") -> subprocess.Popen[bytes]:
-        """A request made on a host; its output is the status and then the body, as they come."""
-        asking = subprocess.Popen(
-            [*self.network.prefix(host), sys.executable, "-c", _ASK, url],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert asking.stdin is not None
-        asking.stdin.write(body)
-        asking.stdin.close()
-        return asking
-
     def health(self, kind: str, check: str = "readyz") -> tuple[int, str]:
         """What a part says of itself."""
         host = 1 if kind == "workers" else 0
-        with self.ask(host, f"http://127.0.0.1:{HEALTH[kind]}/{check}") as asking:
-            assert asking.stdout is not None
-            code, _, reason = asking.stdout.read().decode().partition("\n")
-        return int(code.split()[0]), reason.strip()
+        try:
+            with closing(self.network.connection(host, HEALTH[kind], ANSWER_S)) as connection:
+                connection.request("GET", f"/{check}")
+                answer = connection.getresponse()
+                return answer.status, answer.read().decode().strip()
+        except OSError as error:
+            return 0, str(error)
 
     def wait_ready(self) -> None:
         for kind in HEALTH:
             wait_for(lambda kind=kind: self.health(kind)[0] == 200, START_S)  # type: ignore[misc]
 
     def stream(self) -> Stream:
-        return Stream(self.ask(0, "http://127.0.0.1:8000/v1/completions", json.dumps(BODY).encode()))
+        return Stream(self.network.connection(0, 8000, ANSWER_S))
 
     def sent_bytes(self) -> int:
         """By host 0, on the cable."""
@@ -130,19 +109,19 @@ class Hosts:
 class Stream:
     """An answer that comes token by token."""
 
-    def __init__(self, asking: subprocess.Popen[bytes]) -> None:
-        assert asking.stdout is not None
-        self._asking = asking
-        self._lines = iter(asking.stdout)
-        assert next(self._lines).strip() == b"200"
+    def __init__(self, connection: HTTPConnection) -> None:
+        connection.request("POST", "/v1/completions", json.dumps(BODY), HEADERS)
+        self._connection = connection
+        self._answer = connection.getresponse()
+        assert self._answer.status == 200
         self._text = ""
         while not self._text:
-            self._take(next(self._lines))
+            self._take(next(self._answer))
 
     def finish(self) -> str:
         """The whole text, once it is there."""
-        with self._asking:
-            for line in self._lines:
+        with closing(self._connection):
+            for line in self._answer:
                 self._take(line)
         return self._text
 

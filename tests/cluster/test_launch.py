@@ -87,20 +87,26 @@ class Launched:
             launcher.kill()
             launcher.wait()
 
-    def units(self) -> dict[str, UnitState]:
-        """As the hosts' agents say it; quicker than a command."""
+    @contextmanager
+    def reached(self) -> Iterator[Hosts]:
+        """The hosts' agents, which say what runs quicker than a command."""
         loaded = Loaded(self.file)
         state = str(self.folder / "state" / "trunkline")
         hosts = {label: structs.replace(host, state=state) for label, host in loaded.plan().hosts.items()}
         with Hosts(loaded.name, hosts) as reached:
             assert reached.connect() == {}
-            return {name: state for (_, name), state in reached.states()[0].items()}
+            yield reached
+
+    def units(self) -> dict[str, UnitState]:
+        with self.reached() as hosts:
+            return units_of(hosts)
 
     def pids(self) -> dict[str, int]:
         return {name: unit.pid or 0 for name, unit in self.units().items()}
 
     def wait_until(self, unit: str, condition: Callable[[UnitState], bool]) -> None:
-        wait_for(lambda: condition(self.units()[unit]), SECONDS_MAX)
+        with self.reached() as hosts:
+            wait_for(lambda: condition(units_of(hosts)[unit]), SECONDS_MAX)
 
     def close(self) -> None:
         try:
@@ -110,6 +116,10 @@ class Launched:
             for pid in left_behind(self.folder):
                 os.kill(pid, signal.SIGKILL)
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def units_of(hosts: Hosts) -> dict[str, UnitState]:
+    return {name: state for (_, name), state in hosts.states()[0].items()}
 
 
 def left_behind(folder: Path) -> list[int]:

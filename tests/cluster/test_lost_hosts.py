@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,9 @@ START_S = 90.0
 STORE, ROUTERS = 1, (0, 2)
 """The hosts, of which the store's has a cable to each of the others."""
 REDIS_PORT = 6379
-URL = "http://127.0.0.1:8000"
+PORT = 8000
+ANSWER_S = 60.0
 _COMMAND = (sys.executable, "-P", "-m", "trunkline.deploy.cli.app")
-_ASK = """
-import sys, urllib.error, urllib.request
-url, body = sys.argv[1], sys.stdin.buffer.read()
-try:
-    request = urllib.request.Request(url, body or None, {"Content-Type": "application/json"})
-    answer = urllib.request.urlopen(request, timeout=60)
-except urllib.error.HTTPError as error:
-    answer = error
-except OSError:
-    sys.exit()
-sys.stdout.buffer.write(answer.read())
-"""
 
 
 class Hosts:
@@ -78,10 +68,13 @@ class Hosts:
 
     def ask(self, host: int, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """What a host answers to its own clients; {} if nobody does."""
-        command = [*self.network.prefix(host), sys.executable, "-c", _ASK, f"{URL}{path}"]
-        asked = json.dumps(body).encode() if body is not None else b""
-        done = subprocess.run(command, input=asked, capture_output=True, timeout=90, check=True)
-        return dict(json.loads(done.stdout)) if done.stdout.strip() else {}
+        asked = json.dumps(body) if body is not None else None
+        try:
+            with closing(self.network.connection(host, PORT, ANSWER_S)) as connection:
+                connection.request("POST" if asked else "GET", path, asked, {"Content-Type": "application/json"})
+                return dict(json.loads(connection.getresponse().read()))
+        except OSError:
+            return {}
 
     def turn(self, host: int, session: str, question: str) -> str:
         answer = self.ask(host, "/v1/chat/completions", body_of(session, question))
