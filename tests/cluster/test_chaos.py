@@ -73,7 +73,7 @@ def check(cluster: Cluster, seed: int, played: Sequence[Script], hits_min: int, 
 
 def test_streams_survive_the_deaths_of_workers_and_controllers() -> None:
     with Cluster(*OPTIONS, "--tp", "1") as cluster:
-        check(cluster, 1, scripts(1, 200, 40), HITS_MIN, 2 * HITS_MIN)
+        check(cluster, 1, scripts(1, 100, 40), HITS_MIN, 2 * HITS_MIN)
         assert cluster.stop() == 0
 
 
