@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from trunkline.deploy.cli.app import app
 from trunkline.deploy.config.machine import Gpus
 from trunkline.deploy.config.node_settings import Kind
+from trunkline.deploy.supervisor import run_folder
 from trunkline.deploy.supervisor.run_folder import Running
-from trunkline.deploy.watch import facts as sources
 from trunkline.deploy.watch import screen as screens
 from trunkline.deploy.watch.checks import Level, examine
 from trunkline.deploy.watch.facts import (
@@ -25,7 +25,6 @@ from trunkline.deploy.watch.facts import (
     Machine,
     Probe,
     Source,
-    WatchError,
     loose_files,
     machine_facts,
 )
@@ -322,13 +321,27 @@ def test_of_the_parts_on_this_machine_a_router_is_asked(monkeypatch: pytest.Monk
         Path("/g"): Running(7400, "tcp://127.0.0.1:7400", "", 1, Kind.GROUP),
         Path("/w"): Running(0, "tcp://10.0.0.1:7400", "", 2, Kind.WORKERS),
     }
-    monkeypatch.setattr(sources, "running_clusters", lambda: parts)
+    monkeypatch.setattr(run_folder, "running_clusters", lambda: parts)
     assert Source(key="").url == "http://127.0.0.1:8000"
     parts[Path("/r")] = Running(8001, "http://127.0.0.1:8001", "", 3, Kind.ROUTER)
     assert Source(key="").url == "http://127.0.0.1:8001"
     parts[Path("/c")] = Running(8002, "http://127.0.0.1:8002", "", 4)
-    with pytest.raises(WatchError, match="ports 8001, 8002"):
+    with pytest.raises(run_folder.ClusterNotFoundError, match="ports 8001, 8002"):
         Source(key="")
+
+
+@pytest.mark.parametrize("command", [["chat"], ["schema", "list"], ["top", "--once"], ["doctor"]])
+def test_commands_find_the_cluster_that_runs_here(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    parts = {Path("/c"): Running(1, "http://127.0.0.1:1", "", 4)}
+    monkeypatch.setattr(run_folder, "running_clusters", lambda: parts)
+    monkeypatch.setenv("COLUMNS", "300")
+    told = CliRunner().invoke(app, command)
+    assert told.exit_code == 1
+    assert "http://127.0.0.1:1" in told.output
+    parts[Path("/d")] = Running(2, "http://127.0.0.1:2", "", 5)
+    told = CliRunner().invoke(app, command)
+    assert told.exit_code == 1
+    assert "several clusters run here, on ports 1, 2; say which with --url" in told.output
 
 
 @pytest.mark.parametrize("name", ["top", "doctor"])

@@ -21,7 +21,6 @@ from trunkline.deploy.cli import (
 )
 from trunkline.deploy.cli.option_commands import NUMBER, WHOLE, run
 from trunkline.deploy.cli.serving import HOSTS, START, new_app
-from trunkline.deploy.config.machine import DEFAULT_URL
 
 RUNNING: Final = "A cluster that runs on this machine"
 FILES: Final = "Keys, sizes, prompt schemas"
@@ -77,7 +76,9 @@ def root(
 
 @app.command(rich_help_panel=START)
 def chat(
-    url: Annotated[str, typer.Option(help="Address of the server.")] = DEFAULT_URL,
+    url: Annotated[
+        str | None, typer.Option(help="Address of the server. Default: the cluster that runs on this machine.")
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Name of the model. Default: the first that is served.")
     ] = None,

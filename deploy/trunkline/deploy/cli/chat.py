@@ -18,10 +18,9 @@ import httpx
 from httpx_sse import EventSource
 from rich.console import Console
 
-from trunkline.deploy.config.machine import DEFAULT_URL
 from trunkline.deploy.config.option_values import check_range
 from trunkline.deploy.errors import DeployError
-from trunkline.deploy.supervisor.run_folder import client_headers
+from trunkline.deploy.supervisor.run_folder import client_headers, local_url
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  (importing it gives `input` history and line editing)
@@ -33,7 +32,8 @@ _PROMPT: Final = "> "
 class ChatOptions:
     """The options of `trunkline chat`. None: the server's default."""
 
-    url: str = DEFAULT_URL
+    url: str | None = None
+    """The server's address; None: `run_folder.local_url`."""
     model: str | None = None
     system: str = ""
     max_tokens: int | None = None
@@ -147,9 +147,10 @@ def chat(options: ChatOptions) -> int:
     console = Console(stderr=True, highlight=False)
     interactive = sys.stdin.isatty()
     timeout = httpx.Timeout(10.0, read=600.0)  # a queue may be long; silence for ten minutes is not
-    headers = client_headers(options.url, options.api_key_file)
-    with _mapped_errors(options.url):
-        opened = httpx.Client(base_url=options.url.rstrip("/"), timeout=timeout, headers=headers)
+    url = options.url or local_url()
+    headers = client_headers(url, options.api_key_file)
+    with _mapped_errors(url):
+        opened = httpx.Client(base_url=url.rstrip("/"), timeout=timeout, headers=headers)
     with opened as client:
         session = Session(client, options.model or _first_model(client), options)
         if interactive:

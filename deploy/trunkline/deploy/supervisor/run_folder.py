@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from trunkline.deploy.config.machine import cache_folder
+from trunkline.deploy.config.machine import DEFAULT_URL, cache_folder
 from trunkline.deploy.config.option_values import check_range, given_key
 from trunkline.deploy.errors import DeployError, UserError
 from trunkline.router.tenancy.auth import draw_key, hash_key, is_loopback
@@ -199,6 +199,21 @@ def find_cluster(port: int | None) -> tuple[Path, Running]:
         advice = "say which with --port" if port is None else "stop one of them by its Ctrl-C or SIGTERM"
         raise ClusterNotFoundError(f"several clusters run, on ports {ports}; {advice}")
     return chosen[0]
+
+
+def local_url() -> str:
+    """Return the address of the cluster that runs on this machine; the default address if there is none.
+
+    Raises:
+        ClusterNotFoundError: There are several.
+    """
+    # Of the parts of a cluster only routers speak HTTP (`trunkline.deploy.config.node_settings.Kind`).
+    running = [found for found in running_clusters().values() if found.kind in ("cluster", "router")]
+    if len(running) > 1:
+        ports = ", ".join(str(cluster.port) for cluster in running)
+        advice = "say which with --url http://127.0.0.1:PORT"
+        raise ClusterNotFoundError(f"several clusters run here, on ports {ports}; {advice}")
+    return running[0].url if running else DEFAULT_URL
 
 
 def _pointed() -> Iterator[Path]:

@@ -21,12 +21,11 @@ import httpx
 import psutil
 
 from trunkline.deploy.config import machine
-from trunkline.deploy.config.machine import DEFAULT_URL, Gpus, available_cores, cache_folder
-from trunkline.deploy.config.node_settings import Kind
+from trunkline.deploy.config.machine import Gpus, available_cores, cache_folder
 from trunkline.deploy.errors import DeployError
 from trunkline.deploy.supervisor.control import ask
 from trunkline.deploy.supervisor.members import Command
-from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET, client_headers, running_clusters
+from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET, client_headers, local_url, running_clusters
 from trunkline.deploy.watch.stores import Trial, remote_urls, trial
 from trunkline.router.tenancy.auth import is_loopback
 
@@ -64,7 +63,7 @@ class Source:
             DeployError: The address or the key cannot be one, the key's file cannot be read, or several clusters
                 run here.
         """
-        self.url = (url or _local_url()).rstrip("/")
+        self.url = (url or local_url()).rstrip("/")
         if key is None:
             headers = client_headers(self.url, api_key_file)
         else:
@@ -138,17 +137,6 @@ def _message(answer: httpx.Response) -> str:
         return str(error["message"]).rstrip(".")
     except (ValueError, KeyError, TypeError):
         return answer.text[:200] or answer.reason_phrase
-
-
-def _local_url() -> str:
-    # Of the parts of a cluster only routers speak HTTP.
-    running = [found for found in running_clusters().values() if found.kind in ("cluster", Kind.ROUTER)]
-    if len(running) > 1:
-        ports = ", ".join(str(cluster.port) for cluster in running)
-        raise WatchError(
-            f"several clusters run here, on ports {ports}; say which with --url http://127.0.0.1:PORT"
-        )
-    return running[0].url if running else DEFAULT_URL
 
 
 PROBE_TOKENS: Final = 4
