@@ -422,9 +422,8 @@ class Trial:
             return begun[-1] if begun else NO_END
         if status in (0, 5):
             return None
-        found: list[str] = _FAILED.findall(said)
-        if found and "::" in found[0]:
-            return found[0]
+        if (found := _FAILED.findall(said)) and "::" in found[0]:
+            return str(found[0])
         return NO_TEST if status in (1, 2) else NO_END
 
     def _is_sound(self, test: str) -> bool:
@@ -482,9 +481,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
             last_stage = "hints" if options.hints_only else "area" if options.area_only else "rest"
             trial = Trial(Copy(options.tree.resolve(), Path(folder)), options.set, last_stage)
-            for mutant in mutants:
-                if mutant.name in done:
-                    continue
+            for mutant in (each for each in mutants if each.name not in done):
                 verdict = trial.run(mutant, fits[mutant.name])
                 _tell(verdict)
                 known.append(asdict(verdict))
