@@ -43,8 +43,9 @@ def expected(deep: Path) -> list[Any]:
 
 @pytest.fixture(scope="session")
 def grammars() -> Iterator[Grammars]:
-    """Grammars over the demo model's tokens. Its trial process takes seconds to start."""
-    store = GrammarStore(DEMO_FOLDER, V)
+    """Grammars over the demo model's tokens. Its trial process takes seconds to start. Trials have enough time on
+    a busy machine: hostile ones are refused for the CPU time that they take."""
+    store = GrammarStore(DEMO_FOLDER, V, seconds_max=60.0)
     yield Grammars(store)
     store.close()
 

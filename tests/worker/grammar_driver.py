@@ -31,7 +31,7 @@ class Grammars:
         self.store.compile(self._next_id, kind, text, spaced=spaced)
         return self._next_id
 
-    def wait(self, seconds: float = 60.0) -> GrammarReady:
+    def wait(self, seconds: float = 120.0) -> GrammarReady:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             assert self.store.pending
