@@ -374,7 +374,8 @@ def test_the_library_refuses_damaged_programs(name: str, seed: int, models: Mode
         arguments = (runner.kernels.context.handle, table, words.reals, sizes, words.constants)  # type: ignore[attr-defined]
         try:
             pool = (runner.pool.data, runner.pool.packed)
-            made = module.program_new(*arguments, len(words.ropes), *pool, 0, 0, runner.pool.format.latent)
+            latent, logits = runner.pool.format.latent, words.buffers.index(program.program.logits)
+            made = module.program_new(*arguments, len(words.ropes), *pool, 0, 0, latent, logits, 0)
         except ValueError:
             refused += 1
         else:

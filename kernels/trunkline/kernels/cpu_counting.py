@@ -40,29 +40,28 @@ class Counting:
         """
         self._ops, self._counters, self._token_bytes = ops, counters, token_bytes
         self._calls: dict[tuple[int, int], _Calls] = {}
-        self._decode_tokens: int | None = None
-        self._prefill_tokens: int | None = None
         counters.unread.append(self._add_to)
 
-    def take(self, decode_tokens: int | None, prefill_tokens: int | None) -> None:
-        """Take the tokens that a layer of a step reads; None: nothing is decoded, or prefilled."""
-        self._decode_tokens, self._prefill_tokens = decode_tokens, prefill_tokens
+    def ran(self, start: int, stop: int, decode_tokens: int | None, prefill_tokens: int | None) -> None:
+        """Count ops `[start, stop)`. Their calls are added up when they are asked for: every step comes here.
 
-    def ran(self, start: int, stop: int) -> None:
-        """Count ops `[start, stop)`. Their calls are added up when they are asked for: every step comes here."""
+        Args:
+            decode_tokens: Number of tokens that a layer reads for rows that decode; None: there are none.
+            prefill_tokens: The same for prompts.
+        """
         found = self._calls.get((start, stop))
         if found is None:
             found = self._calls[start, stop] = _Calls(self._ops[start:stop])
         counters, attends = self._counters, found.attends
         found.runs += 1
-        if self._decode_tokens is not None:
+        if decode_tokens is not None:
             found.decode_runs += 1
-            read = attends * self._decode_tokens
+            read = attends * decode_tokens
             counters.decode_tokens_read += read
             counters.decode_bytes_read += read * self._token_bytes
-        if self._prefill_tokens is not None:
+        if prefill_tokens is not None:
             found.prefill_runs += 1
-            counters.prefill_tokens_read += attends * self._prefill_tokens
+            counters.prefill_tokens_read += attends * prefill_tokens
 
     def _add_to(self, calls: dict[str, int]) -> None:
         for found in self._calls.values():

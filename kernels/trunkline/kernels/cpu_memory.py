@@ -15,14 +15,12 @@ from trunkline.kvstore.chunks import Int32Array
 
 ROWS_MIN: Final = 16
 """Rows that every buffer has room for; then powers of two."""
-FEW_ROWS: Final = 8
-"""Largest number of rows whose tokens are written without NumPy, whose code is not in the caches behind a step."""
 LOGITS_KEPT: Final = 256
 """Rows of logits whose memory is kept: a step that scores a prompt may need many more, once."""
 
 
 class TokenMemory(NamedTuple):
-    """A step's tokens in memory that stays: ids and positions, int64, and slots for their KV, int32."""
+    """A step's tokens in memory that stays: ids, int32, positions, int64, and slots for their KV, int32."""
 
     number: int
     memory: tuple[Tensor, ...]
@@ -30,34 +28,21 @@ class TokenMemory(NamedTuple):
     """The first `number` of `memory`."""
     arrays: tuple[NDArray[Any], ...]
     """The same, to be written."""
-    words: tuple[memoryview, ...]
-    """The same, to be written one by one."""
+    ids: memoryview
+    """The ids once more, to be read and written without NumPy, whose code is not in the caches behind a step."""
 
     @classmethod
     def of(cls, capacity: int, number: int = 0) -> TokenMemory:
         """Return new memory for up to `capacity` tokens."""
-        types = (torch.int64, torch.int64, torch.int32)
-        return cls(0, tuple(torch.empty(capacity, dtype=own) for own in types), (), (), ()).part(number)
+        types = (torch.int32, torch.int64, torch.int32)
+        memory = tuple(torch.empty(capacity, dtype=own) for own in types)
+        return cls(0, memory, (), (), memoryview(b"")).part(number)
 
     def part(self, number: int) -> TokenMemory:
         """Return the same memory with another number of tokens in it."""
         views = tuple(own[:number] for own in self.memory)
         arrays = tuple(own.numpy() for own in views)
-        return TokenMemory(number, self.memory, views, arrays, tuple(own.data for own in arrays))
-
-    def advance(self, ids: list[int]) -> None:
-        """Put the next token of each row behind its last one, in the same block."""
-        if self.number > FEW_ROWS:
-            own_ids, positions, slots = self.arrays
-            own_ids[:] = ids
-            positions += 1
-            slots += 1
-            return
-        own, places, cells = self.words
-        for row, token in enumerate(ids):
-            own[row] = token
-            places[row] += 1
-            cells[row] += 1
+        return TokenMemory(number, self.memory, views, arrays, arrays[0].data)
 
 
 class ProgramMemory:

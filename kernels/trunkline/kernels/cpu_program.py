@@ -7,16 +7,15 @@ behind them. Gates and comparisons run ranges of ops, each a call.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from trunkline.kernels.adapters import AdapterLayers, AdapterRows
+from trunkline.kernels.adapters import AdapterLayers
 from trunkline.kernels.cpu import DENSE_TYPES, CpuKernels
+from trunkline.kernels.cpu_adapters import ProgramAdapters, sites_of
 from trunkline.kernels.cpu_counting import Counting
 from trunkline.kernels.cpu_memory import ProgramMemory, TokenMemory
 from trunkline.kernels.cpu_plans import NONE, CpuDecodeWork, ShiftTable, prefill_state, turns_queries
@@ -52,6 +51,7 @@ from trunkline.kernels.program import (
 from trunkline.kernels.query_scale import Temper
 from trunkline.kernels.routing import Routing
 from trunkline.kernels.wide_norms import SquareSums, WideNorm
+from trunkline.kvstore.chunks import Int32Array
 
 KV_TYPES: Final = {"float32": 0, "float16": 1, "bfloat16": 2}
 """The number of each `KvType` in `csrc/cpu/attention.h`."""
@@ -234,55 +234,6 @@ def _reals(op: Op) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-class _Adapters:
-    """The adapters that the library has, by numbers that are used again."""
-
-    def __init__(
-        self, sites: list[str], take: Callable[[int, Tensor], None], use: Callable[[Tensor], None]
-    ) -> None:
-        """
-        Args:
-            sites: names of the layers that adapters can change, in the library's order; "": there is none.
-            take: gives the library the layers of an adapter, or forgets it (no handles).
-            use: gives it the number of the adapter of each token of a step.
-        """
-        self._sites = sites
-        self._take, self._use = take, use
-        self._kept: list[AdapterLayers | None] = []
-        """By number; None: the number is free."""
-        self._numbers: dict[bytes, int] = {}
-
-    def set(self, key: bytes, layers: AdapterLayers | None) -> None:
-        number = self._numbers.get(key)
-        if layers is None:
-            if number is not None:
-                self._take(number, torch.empty(0, dtype=torch.int64))
-                self._kept[self._numbers.pop(key)] = None
-            return
-        if number is None:
-            number = next((at for at, kept in enumerate(self._kept) if kept is None), len(self._kept))
-        handles = torch.zeros(len(self._sites), 2, dtype=torch.int64)
-        for index, place in enumerate(self._sites):
-            if place and (own := layers.get(place)) is not None:
-                handles[index, 0], handles[index, 1] = own.down.data.handle, own.up.data.handle
-        self._take(number, handles)
-        if number == len(self._kept):
-            self._kept.append(None)
-        self._kept[number], self._numbers[key] = layers, number
-
-    def use(self, rows: AdapterRows) -> None:
-        """Take the adapters of the tokens of the step that has begun."""
-        numbers = np.array([*(self._numbers[key] for key in rows.keys), -1], dtype=np.int32)
-        self._use(torch.from_numpy(numbers[rows.of_token]))
-
-
-def _sites(op: Op, is_native: bool) -> list[str]:
-    """Return the names of an op's sites, as many as the library counts (`csrc/cpu/adapters.h`)."""
-    if isinstance(op, Experts) and is_native:
-        return op.sites()
-    return [op.place if isinstance(op, Linear) else ""]
-
-
 class _Steady(NamedTuple):
     """What must stay the same for the next step to go on from one of decode rows and nothing else."""
 
@@ -328,18 +279,26 @@ class CpuProgram:
             group.shared_handle,
             int(kernels.buffered) + 2 * int(kernels.planning.invariant_tokens > 0) + 4 * _type_beside(pool),
             pool.format.latent,
+            words.buffers.index(program.logits),
+            program.first_logit,
         )
         weakref.finalize(self, module.program_delete, handle)
-        run = module.program_run
-        # Sums wait for other ranks; a step takes milliseconds. Other threads of the interpreter go on meanwhile.
-        run.release_gil = True
-        steps = (partial(call, handle) for call in (module.program_begin, module.program_go_on, run))
-        self._begin, self._go_on, self._run = steps
+        waiting = (module.program_run, module.program_largest, module.program_step)
+        # Other ranks are waited for; a step takes milliseconds. Other threads of the interpreter go on meanwhile.
+        for call in waiting:
+            call.release_gil = True
+        self._run, self._largest, self._step = (partial(call, handle) for call in waiting)
+        self._begin, self._go_on = partial(module.program_begin, handle), partial(module.program_go_on, handle)
         self._memory = ProgramMemory(words.buffers, partial(module.program_bind, handle))
         self._counting = Counting(program.ops, kernels.counters, pool.format.layer_token_bytes)
+        sums = (own for op, own in zip(program.ops, words.is_native, strict=True) if isinstance(op, AllReduce))
+        self.takes_largest = all(sums)
+        """Whether `largest` can be asked."""
+        self._read: tuple[int | None, int | None] = (None, None)
+        """Numbers of tokens that a layer of this step reads: for rows that decode, for prompts."""
         calls = (partial(call, handle) for call in (module.program_adapter, module.program_adapt))
-        sites = [site for op, own in zip(program.ops, words.is_native, strict=True) for site in _sites(op, own)]
-        self._adapters = _Adapters(sites, *calls)
+        sites = [site for op, own in zip(program.ops, words.is_native, strict=True) for site in sites_of(op, own)]
+        self._adapters = ProgramAdapters(sites, *calls)
         self._held: tuple[object, ...] = ()
         """What the library points to: it is kept until the next step."""
         self._steady: _Steady | None = None
@@ -364,7 +323,7 @@ class CpuProgram:
             work, steps = kernels.planning.decode_work(batch.decode, pool, spec), batch.decode.steps
             words = work.words
         prefill = None if batch.prefill is None else prefill_state(batch.prefill, pool)
-        self._counting.take(
+        self._read = (
             None if work is None else work.tokens + steps * batch.num_rows,
             None if prefill is None else prefill.tokens_read,
         )
@@ -396,32 +355,47 @@ class CpuProgram:
         """Whether the last step was one of decode rows and nothing else, so that `go_on` may follow."""
         return self._steady is not None and self._steady.work.live is not None and self._others is None
 
-    def go_on(self, plan: LiveDecodePlan, ids: list[int]) -> None:
-        """Take the step of the same rows behind the last one, instead of `begin`: each row has one more token, in
-        the place behind the last one's.
+    def put_ids(self, ids: Int32Array) -> None:
+        """Take the token of each row for `go_on`."""
+        assert self._steady is not None
+        self._steady.tokens.ids[:] = ids.data
+
+    def go_on(self, plan: LiveDecodePlan, *, takes_largest: bool) -> bytes:
+        """Compute the whole step of the same rows behind the last one, instead of `begin` and `run`: each row has
+        one more token, in the place behind the last one's.
 
         Args:
             plan: Of the last step. It goes on, too.
-            ids: Of each row.
+            takes_largest: Whether each row computes the token with its largest logit next; else `put_ids` says
+                which.
+
+        Returns:
+            The ids of these tokens, packed; nothing if they are not taken.
 
         Raises:
             ValueError: A row has no room for another token.
         """
         steady, self._steady = self._steady, None
         assert steady is not None
-        (tokens, words, work), live = steady, steady.work.live
+        (tokens, _, work), live = steady, steady.work.live
         assert live is not None
         plan.grow(live)
-        tokens.advance(ids)
-        if live.made == work.made and live.words is words:
-            self._go_on(plan.steps)
-        else:
+        generation = self._step(live.handle, plan.steps, takes_largest)
+        if generation >= 0:  # the pieces are others
+            live.take_words(generation)
             work = self._kernels.planning.decode_work(plan, self._pool, self._turning[0])
             steady = _Steady(tokens, work.words, work)
-            self._held = held = (*tokens.views, NO_IDS, work.words, NONE, NONE, NO_WORDS, [], [])
-            self._begin(*[tokens.number] * 4, plan.steps, *held)
-        self._counting.take(work.tokens + plan.steps * plan.num_rows, None)
+        self._counting.ran(0, len(self.program.ops), work.tokens + plan.steps * plan.num_rows, None)
         self._steady = steady
+        return bytes(tokens.ids) if takes_largest else b""
+
+    def largest(self) -> Int32Array:
+        """Return the id of the largest logit of each row of the last step, of equal ones the first: the same on
+        every rank. Not where ranks do not share memory (`takes_largest`)."""
+        ids = torch.empty(self._memory.rows[Rows.LOGITS], dtype=torch.int32)
+        self._largest(ids)
+        found: Int32Array = ids.numpy()
+        return found
 
     def run(self, start: int, stop: int) -> None:
         if start == stop:
@@ -433,7 +407,7 @@ class CpuProgram:
         for is_native, first, last in segments:
             if is_native:
                 self._run(first, last)
-                self._counting.ran(first, last)
+                self._counting.ran(first, last, *self._read)
             else:
                 self._run_others(first, last)
 

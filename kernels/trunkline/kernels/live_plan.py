@@ -49,10 +49,8 @@ class LiveWork:
         module: Any = library()
         if module is None:
             raise NativeLibraryError("the compiled CPU kernels, which hold the planner, are not installed")
-        self._handle: int = module.live_plan_new(
-            [*map(int, option_values(options)), chunk_size, int(keep_changes)]
-        )
-        weakref.finalize(self, module.live_plan_delete, self._handle)
+        self.handle: int = module.live_plan_new([*map(int, option_values(options)), chunk_size, int(keep_changes)])
+        weakref.finalize(self, module.live_plan_delete, self.handle)
         self._apply, self._words, self._changes = (
             module.live_plan_apply,
             module.live_plan_words,
@@ -69,8 +67,7 @@ class LiveWork:
         self.state: object = None
         """The data that kernels derive from the words; private to them."""
         self.growth: Int32Array = np.zeros(1, dtype=np.int32)
-        """The changes of `grow`: the number of the step, and nothing else."""
-        self._growth = tvm_ffi.from_dlpack(self.growth)
+        """The changes of `LiveDecodePlan.grow`: the number of the step, and nothing else."""
 
     def apply(self, changes: Int32Array) -> None:
         """Carry out changes.
@@ -78,30 +75,19 @@ class LiveWork:
         Raises:
             ValueError: They contradict the plan, which is unusable from then on.
         """
-        self._take_words(self._apply(self._handle, tvm_ffi.from_dlpack(changes)))
+        self.take_words(self._apply(self.handle, tvm_ffi.from_dlpack(changes)))
 
-    def grow(self, steps: int) -> None:
-        """Carry out a step that changes nothing else.
-
-        Raises:
-            ValueError: A row has no room for another token; the plan is unusable from then on.
-        """
-        self.growth[0] = self.version = steps
-        self._take_words(self._apply(self._handle, self._growth))
-
-    def _take_words(self, generation: int) -> None:
+    def take_words(self, generation: int) -> None:
         """Take the words from where they are now, if that is another place."""
         if generation != self.generation:
             self.generation = generation
-            self.words = torch.from_numpy(np.from_dlpack(self._words(self._handle)))
+            self.words = torch.from_numpy(np.from_dlpack(self._words(self.handle)))
             self.array = self.words.numpy()
 
     def take_changes(self) -> Int32Array:
         """Return index and value, int32 `[n, 2]`, of each word that was written since the last call, or since the
         words were moved."""
-        changes: Int32Array = np.asarray(np.from_dlpack(self._changes(self._handle)), dtype=np.int32).reshape(
-            -1, 2
-        )
+        changes: Int32Array = np.asarray(np.from_dlpack(self._changes(self.handle)), dtype=np.int32).reshape(-1, 2)
         return changes
 
     @property
@@ -148,14 +134,11 @@ class LiveDecodePlan:
         self._changes = np.array([self.steps, *changes], dtype=np.int32)
 
     def grow(self, work: LiveWork) -> None:
-        """Go on to a step that changes nothing, and bring these pieces there, which must be at the present one.
-
-        Raises:
-            ValueError: A row has no room for another token.
-        """
+        """Go on to a step that changes nothing. These pieces, which must be at the present one, are brought there
+        by the library, together with what it computes (`CpuProgram.go_on`)."""
         self.steps += 1
         self._changes = work.growth
-        work.grow(self.steps)
+        work.growth[0] = work.version = self.steps
 
     def work(self, options: WorkOptions, user: object = None) -> LiveWork:
         """Return the pieces at the present step.

@@ -26,7 +26,7 @@ LIBRARY_VARIABLE: Final = "TRUNKLINE_NATIVE_LIBRARY"
 """Environment variable with the path of another build of the library (sanitizers, development)."""
 
 
-INTERFACE_VERSION: Final = 7
+INTERFACE_VERSION: Final = 8
 """The version that a library of these sources reports (`interface_version` in `csrc/cpu/module.cc`)."""
 
 REINSTALL: Final = "reinstall trunkline where a C++20 compiler is"

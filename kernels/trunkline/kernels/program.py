@@ -278,6 +278,8 @@ class Program:
     """The final hidden states."""
     logits: Buffer
     """float32, this rank's columns."""
+    first_logit: int = 0
+    """The id of the first of these columns."""
 
     def __post_init__(self) -> None:
         written: dict[str, Buffer] = {}

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import torch
@@ -48,6 +49,8 @@ from trunkline.worker.tensor_parallel import TensorParallel
 from trunkline.worker.tiers.copier import MEASURED_BLOCKS, Copier
 from trunkline.worker.tiers.copy_lane import LayerTrace, StepGate
 
+_NO_REPORTS: Final = Selection(np.zeros(0, dtype=np.int32))
+
 
 class Runner:
     """One rank's state and model. Not thread-safe."""
@@ -84,7 +87,8 @@ class Runner:
         # Rank 0 alone samples, so it alone needs grammars.
         self._grammars = GrammarStore(Path(config.model), vocab_size) if group.rank == 0 else None
         sampler = Sampler(vocab_size, device, self._grammars, choose_sampling(kernels))
-        self._selector = Selector(group, sampler, self._searches, shard, config.chunk_size)
+        largest = decoder.largest if decoder.takes_largest else None
+        self._selector = Selector(group, sampler, self._searches, shard, config.chunk_size, largest)
         self._calm = CalmSteps(self._batches, decoder, self._selector, config.epoch)
         # The states are the same on every rank, so one is enough.
         self._pooler = Pooler() if group.rank == 0 else None
@@ -264,11 +268,11 @@ class Runner:
             return False
         started, counters = time.perf_counter_ns(), self.kernels.counters
         plans, read = counters.decode_plans, counters.decode_bytes_read
-        batch, selection = self._calm.step()
+        tokens, batch, selection = self._calm.step()
         launched.step = plan.step
         if self._group.rank == 0:
             counted = counters.decode_plans - plans, counters.decode_bytes_read - read
-            report(self._result(plan, counted, batch, selection, started))
+            report(self._result(plan, tokens, counted, batch, selection, started))
         return True
 
     @in_inference_mode
@@ -313,7 +317,10 @@ class Runner:
         elif selection is not None:
             if self._group.rank == 0:
                 waited_us, replays = gate.waited_ns // 1000 if gate else 0, replayed is not None
-                result = self._result(plan, counted, batch, selection, started, waited_us, replayed=replays)
+                tokens = pack_int32(selection.tokens)
+                result = self._result(
+                    plan, tokens, counted, batch, selection, started, waited_us, replayed=replays
+                )
             launched.add_result(result)
             if replayed is None and (gate is None or gate.is_open) and not self._searches.search_of:
                 self._calm.begin(batch, selection)
@@ -321,9 +328,10 @@ class Runner:
     def _result(
         self,
         plan: StepPlan,
+        tokens: bytes,
         counted: tuple[int, int],
         batch: ForwardBatch,
-        selection: Selection,
+        selection: Selection | None,
         started_ns: int,
         waited_us: int = 0,
         *,
@@ -333,12 +341,18 @@ class Runner:
 
         Args:
             counted: decode plans that the kernels made in it, and bytes that they read.
+            selection: Has what is reported besides tokens; None: nothing is.
         """
         moved = self.copier.take_moved() if self.copier is not None else (0, 0)
+        forced = None
+        if selection is None:
+            selection = _NO_REPORTS
+        elif self._grammars is not None:
+            forced = self._grammars.foretell(batch.samples)
         return StepResult(
             plan.step,
             plan.epoch,
-            pack_int32(selection.tokens),
+            tokens,
             self.launched.took_us(started_ns),
             selection.logprobs,
             *counted,
@@ -347,7 +361,7 @@ class Runner:
             moved_us=moved[0],
             moved_blocks=moved[1],
             waited_us=waited_us,
-            forced=self._grammars.foretell(batch.samples) if self._grammars is not None else None,
+            forced=forced,
             replayed=int(replayed),
         )
 

@@ -126,6 +126,11 @@ class BatchSequence:
         self.tokens.append(token)
         self.known += 1
 
+    def extend(self, tokens: Int32Array) -> None:
+        """Append sampled tokens."""
+        self.tokens.frombytes(tokens.tobytes())
+        self.known += len(tokens)
+
     def resolve(self, index: int, token: int) -> None:
         """Put a token that has become known in its place: at this index of the sequence."""
         self.tokens[index - self.first] = token

@@ -22,6 +22,7 @@ from trunkline.kernels.live_plan import LiveDecodePlan
 from trunkline.kernels.load import load_program
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kvstore.chunk_format import ChunkFormat
+from trunkline.kvstore.chunks import Int32Array
 from trunkline.worker.batch.batch import ForwardBatch
 from trunkline.worker.collective_errors import COLLECTIVE_ERRORS, of_collective
 from trunkline.worker.model.shard import Shard
@@ -95,14 +96,32 @@ class Decoder:
         """Whether `go_on` may follow the last step (`CpuProgram.goes_on`)."""
         return isinstance(self.runner, CpuProgram) and self.runner.goes_on
 
-    def go_on(self, plan: LiveDecodePlan, ids: list[int]) -> None:
+    def put_ids(self, ids: Int32Array) -> None:
+        """Take the token of each row for `go_on`."""
+        assert isinstance(self.runner, CpuProgram)
+        self.runner.put_ids(ids)
+
+    def go_on(self, plan: LiveDecodePlan, *, takes_largest: bool) -> bytes:
         """Compute the step of the same rows behind the last one, as `CpuProgram.go_on` says. Its logits are where
         those of the last one were."""
         runner = self.runner
         assert isinstance(runner, CpuProgram)
         try:
-            runner.go_on(plan, ids)
-            runner.run(0, len(self.program.ops))
+            return runner.go_on(plan, takes_largest=takes_largest)
+        except COLLECTIVE_ERRORS as error:
+            raise of_collective(error, self._group.backend) from error
+
+    @property
+    def takes_largest(self) -> bool:
+        """Whether `largest` can be asked."""
+        return isinstance(self.runner, CpuProgram) and self.runner.takes_largest
+
+    def largest(self) -> Int32Array:
+        """Return the ids of the largest logits of the last step, as `CpuProgram.largest` does."""
+        runner = self.runner
+        assert isinstance(runner, CpuProgram)
+        try:
+            return runner.largest()
         except COLLECTIVE_ERRORS as error:
             raise of_collective(error, self._group.backend) from error
 

@@ -124,7 +124,7 @@ class _Compiler:
         present = self._shard.vocab_rows.stop - self._shard.vocab_rows.start
         if present < logits.width:
             self._ops.append(Forbid(first=present, into=logits))
-        return Program(tuple(self._ops), config.kv_layers, states, logits)
+        return Program(tuple(self._ops), config.kv_layers, states, logits, self._shard.vocab_start)
 
     def _keep_states(self, residual: Buffer, layer_embedding: Buffer | None) -> tuple[Buffer, Buffer | None]:
         """Keep only the tokens whose final states are needed, from here on; return both buffers for them."""

@@ -11,13 +11,12 @@ been in without drafts, nothing has to be taken back, and nothing is drawn behin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from trunkline.controller.reports import BeamStep, PromptLogprobs, TopLogprobs
@@ -53,8 +52,19 @@ class Selector:
     """Chooses the next token of every sample of a batch, and appends it to its sequence."""
 
     def __init__(
-        self, group: TensorParallel, sampler: Sampler, searches: BeamSearches, shard: Shard, chunk_size: int
+        self,
+        group: TensorParallel,
+        sampler: Sampler,
+        searches: BeamSearches,
+        shard: Shard,
+        chunk_size: int,
+        largest: Callable[[], Int32Array] | None = None,
     ) -> None:
+        """
+        Args:
+            largest: Returns the id of each row's largest logit in the last step, the same on every rank; None: it
+                is found here.
+        """
         self._group = group
         self._sampler = sampler
         self._searches = searches
@@ -62,16 +72,20 @@ class Selector:
         """Number of the model's tokens; the ranks' columns of logits together are a few more."""
         self._vocab_start = shard.vocab_start
         self._chunk_size = chunk_size
+        self._largest = largest
         self._plain_greedy = False
         self._sampler_is_current = False
-        self._seen: tuple[Tensor, NDArray[np.float32]] | None = None
-        """The last logits on a CPU whose largest were taken, and their memory: steady steps have the same."""
         self._drawn_plainly: bool | None = None
         """Whether a graph draws what the rows want; None: that was not asked for these rows."""
 
     def forget(self, sequences: Iterable[int]) -> None:
         """Forget sequences that have left the batch."""
         self._sampler.forget(sequences)
+
+    @property
+    def takes_largest(self) -> bool:
+        """Whether all that is done for the rows of the last step is to ask `largest` for their tokens."""
+        return self._plain_greedy and self._largest is not None
 
     def leaves_to_graph(self, batch: ForwardBatch) -> bool:
         """Return whether the tokens that a graph draws for decode rows are those that they want."""
@@ -226,8 +240,8 @@ class Selector:
         Every rank sees the same numbers, so all take the same id: the lowest on a tie, as ranks hold
         ascending parts of the vocabulary.
         """
-        if logits.device.type == "cpu":
-            largest = self._largest_on_cpu(logits)
+        if self._largest is not None:
+            largest = self._largest()
             return largest[[*range(batch.sampled_rows), *batch.fork_rows]] if batch.fork_rows else largest
         best = first_argmax(logits)
         if self._group.size == 1:
@@ -238,24 +252,6 @@ class Selector:
         every = self._group.all_gather(torch.stack([values.double(), ids.double()]))
         owner = first_argmax(every[:, 0].T.contiguous())
         return _numbers(_with_forks(every[:, 1].T.gather(1, owner[:, None]).squeeze(1).long(), batch))
-
-    def _largest_on_cpu(self, logits: Tensor) -> Int32Array:
-        """Return the id of each row's largest logit, the same on every rank.
-
-        Without torch, whose code is not in the processor's caches behind a step.
-        """
-        if self._seen is None or self._seen[0] is not logits:
-            self._seen = logits, logits.numpy()
-        numbers = self._seen[1]
-        best = numbers.argmax(axis=-1)
-        if self._group.size > 1:
-            rows = np.arange(len(best))
-            own = np.empty((2, len(best)))
-            own[0], own[1] = numbers[rows, best], best + self._vocab_start
-            every = self._group.all_gather(torch.from_numpy(own)).numpy()
-            best = every[every[:, 0].argmax(axis=0), 1, rows]
-        largest: Int32Array = best.astype(np.int32)
-        return largest
 
 
 def _append(samples: list[BatchSequence], tokens: list[int]) -> None:

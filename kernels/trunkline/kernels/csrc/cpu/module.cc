@@ -10,7 +10,7 @@ namespace {
 
 // To be raised, here and in native.py, with every change to the functions that Python calls: a library that was
 // not rebuilt after an update must be refused, not called with other arguments than it takes.
-constexpr int64_t kInterfaceVersion = 7;
+constexpr int64_t kInterfaceVersion = 8;
 
 int64_t interface_version() { return kInterfaceVersion; }
 

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "ops.h"
+#include "sampling.h"
 #include "shared_group_handles.h"
 
 namespace trunkline {
@@ -53,6 +54,20 @@ void store_number(char* data, DenseType type, int64_t index, double value) {
 }
 
 constexpr int64_t kRotatedTokens = 32;  // per unit
+
+struct Candidate {
+  float logit;
+  int32_t id;
+};
+
+// The candidate with the largest logit, of equal ones the first.
+Candidate best_of(const Candidate* candidates, int64_t count, int64_t stride = 1) {
+  Candidate best = candidates[0];
+  for (int64_t i = 1; i < count; ++i) {
+    if (candidates[i * stride].logit > best.logit) best = candidates[i * stride];
+  }
+  return best;
+}
 
 }  // namespace
 
@@ -377,6 +392,36 @@ void Program::spread(const ProgramOp& op) {
     const int64_t to = step.state_rows == nullptr ? row : step.state_rows[row];
     std::memcpy(out.data + to * x.row_bytes(), x.data + row * x.row_bytes(), bytes);
   }
+}
+
+void Program::take_largest(int32_t* ids) {
+  const ProgramBuffer& from = at(logits);
+  const int64_t rows = rows_of(from), parts = (from.width + kUnitElements - 1) / kUnitElements;
+  std::shared_ptr<SharedGroup> ranks;
+  if (group != 0) ranks = group_of(group);
+  const int64_t size = ranks == nullptr ? 1 : ranks->size();
+  // Of parts of rows, then of rows, then of all ranks' rows.
+  auto* of_parts = reinterpret_cast<Candidate*>(
+      largest.reserve(static_cast<size_t>(rows * (parts + 1 + size)) * sizeof(Candidate)));
+  Candidate *own = of_parts + rows * parts, *all = own + rows;
+  const SamplingTable& table = sampling_table(context->level);
+  context->pool.run(rows * parts, [&](int64_t unit, int) {
+    const int64_t begin = unit % parts * kUnitElements;
+    const float* x = reinterpret_cast<const float*>(from.data) + unit / parts * from.width + begin;
+    float peaks[kUnitElements / kSampleBlock];
+    DrawRow row{};
+    row.logits = x, row.vocab_size = std::min(kUnitElements, from.width - begin);
+    const int64_t index = table.draw(row, {nullptr, nullptr, nullptr, peaks});
+    const float logit = std::isnan(x[index]) ? -std::numeric_limits<float>::infinity() : x[index];
+    of_parts[unit] = {logit, static_cast<int32_t>(first_logit + begin + index)};
+  });
+  for (int64_t row = 0; row < rows; ++row) own[row] = best_of(of_parts + row * parts, parts);
+  if (ranks == nullptr) {
+    all = own;
+  } else {
+    translated([&] { ranks->all_gather(own, rows * static_cast<int64_t>(sizeof(Candidate)), all); });
+  }
+  for (int64_t row = 0; row < rows; ++row) ids[row] = best_of(all + row, size, rows).id;
 }
 
 void Program::forbid(const ProgramOp& op) {

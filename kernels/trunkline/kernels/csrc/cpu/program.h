@@ -110,9 +110,9 @@ struct ProgramOp {
 struct ProgramStep {
   std::array<int64_t, kRowKinds> rows{};
   int64_t decode_rows = 0;
-  const int64_t* ids = nullptr;
-  const int64_t* positions = nullptr;
-  const int32_t* slots = nullptr;
+  int32_t* ids = nullptr;
+  int64_t* positions = nullptr;
+  int32_t* slots = nullptr;
   const int64_t* state_rows = nullptr;  // null: all
   const int32_t* decode_words = nullptr;
   int32_t decode_steps = 0;
@@ -136,13 +136,18 @@ struct Program {
   int64_t ropes = 0;
   int64_t group = 0;  // handle of a SharedGroup; 0: none
   bool buffered = false, invariant = false;
+  int logits = 0;           // their buffer
+  int64_t first_logit = 0;  // the id of its first column
   std::vector<AdapterLayers> adapters;
   size_t sites = 0;  // of all ops
   ProgramStep step;
-  Scratch turned;
+  Scratch turned, largest;
 
   int64_t rows_of(const ProgramBuffer& buffer) const { return step.rows[static_cast<size_t>(buffer.rows)]; }
   void run(int64_t start, int64_t stop);
+  // Writes the id of the largest logit of each row, of equal ones the first: the same on every rank. What is no
+  // number counts as -infinity.
+  void take_largest(int32_t* ids);
 
  private:
   void run_op(const ProgramOp& op, SharedGroup* sums);

@@ -1,13 +1,15 @@
 // Exported functions of step programs: making one of its ops (program_ops.cc), binding its memory, taking a step,
-// running ops.
+// running ops, going on by a whole step.
 //
 // What a step could do wrong is checked here, so that the interpreter need not: it is a ValueError, never a wrong
 // address.
 
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include "common/exports.h"
+#include "common/live_plan.h"
 #include "linear_pack.h"
 #include "ops.h"
 #include "program.h"
@@ -24,10 +26,11 @@ Program& program_of(int64_t handle) { return *reinterpret_cast<Program*>(handle)
 
 // `words` int64 [ops, 10], `reals` float64 [ops, 2], `buffers` int64 [n, 3]: rows, width, type. `flags`: 1 decode
 // merges by way of a buffer, 2 it is batch-invariant; from 4 on, 4 times the type that a pool of 8 bits is computed in.
-// `latent`: numbers of a latent, if there are any.
+// `latent`: numbers of a latent, if there are any. `logits`: index of their buffer; `first_logit`: the id of its first
+// column.
 int64_t program_new(int64_t context, TensorView words, TensorView reals, TensorView buffers,
                     ffi::Array<ffi::Tensor> constants, int64_t ropes, TensorView data, TensorView packed,
-                    int64_t group, int64_t flags, int64_t latent) {
+                    int64_t group, int64_t flags, int64_t latent, int64_t logits, int64_t first_logit) {
   require(words.ndim() == 2 && words.size(1) == kOpWords && has_dtype(reals, kDLFloat, 64) &&
               reals.IsContiguous() && reals.numel() == words.size(0) * kOpReals && buffers.ndim() == 2 &&
               buffers.size(1) == kBufferWords,
@@ -48,6 +51,12 @@ int64_t program_new(int64_t context, TensorView words, TensorView reals, TensorV
             "there is no such buffer");
     program->buffers.push_back({static_cast<RowKind>(buffer[0]), buffer[1], static_cast<DenseType>(buffer[2])});
   }
+  require(logits >= 0 && logits < buffers.size(0), "logits have no buffer");
+  program->logits = static_cast<int>(logits), program->first_logit = first_logit;
+  const ProgramBuffer& results = program->buffers[static_cast<size_t>(logits)];
+  require(results.rows == RowKind::kLogits && results.type == DenseType::kFloat32 && first_logit >= 0 &&
+              results.width <= INT32_MAX - first_logit,
+          "logits are float32, of int32 ids");
   const std::vector<ffi::Tensor> held(constants.begin(), constants.end());
   const int64_t* op = int64_data(words, "words");
   const auto* real = static_cast<const double*>(reals.data_ptr());
@@ -131,8 +140,10 @@ void program_begin(int64_t handle, int64_t tokens, int64_t decode_rows, int64_t 
   }
   require(tokens >= 0 && decode_rows >= 0 && decode_rows <= tokens && logits >= 0 && logits <= states,
           "a step's rows contradict each other");
-  step.ids = int64_data(ids, "ids"), step.positions = int64_data(positions, "positions");
-  step.slots = int32_data(slots, "slots");
+  // Memory of the caller, in which `program_step` goes on.
+  step.ids = const_cast<int32_t*>(int32_data(ids, "ids"));
+  step.positions = const_cast<int64_t*>(int64_data(positions, "positions"));
+  step.slots = const_cast<int32_t*>(int32_data(slots, "slots"));
   require(ids.numel() == tokens && positions.numel() == tokens && slots.numel() == tokens,
           "ids, positions and slots must be one per token");
   check_slots(program.pool, step.slots, tokens);
@@ -246,6 +257,47 @@ void program_run(int64_t handle, int64_t start, int64_t stop) {
   program.run(start, stop);
 }
 
+// Writes the ids of the largest logits of the last step, int32 [rows of logits].
+void program_largest(int64_t handle, TensorView ids) {
+  Program& program = program_of(handle);
+  require(ids.numel() == program.step.rows[2], "there is an id for each row of logits");
+  const ContextUse use(reinterpret_cast<int64_t>(program.context));
+  program.take_largest(const_cast<int32_t*>(int32_data(ids, "ids")));
+}
+
+// Computes the step of the same decode rows behind the last one: `live_plan`, whose words that one had, goes on to
+// `steps`, and each row computes the id that stands in its ids, at the place behind its last one. With `takes_largest` the ids
+// of the largest logits stand there afterwards. Returns -1 if the plan's pieces have only grown, else the generation
+// of its words.
+int64_t program_step(int64_t handle, int64_t live_plan, int64_t steps, bool takes_largest) {
+  Program& program = program_of(handle);
+  ProgramStep& step = program.step;
+  LivePlan& plan = *reinterpret_cast<LivePlan*>(live_plan);
+  const std::array<int64_t, kRowKinds> rows =
+      std::exchange(step.rows, {});  // a refused step leaves nothing to run on
+  require(step.decode_words != nullptr && step.decode_words == plan.memory().get() && rows[2] == rows[0],
+          "only a step of decode rows goes on, with its own plan");
+  require(steps >= 0 && steps <= INT32_MAX, "steps must not be negative");
+  const auto pieces = [&] { return std::pair(plan.memory().get(), plan.memory()[kWorkMade]); };
+  const auto before = pieces();
+  const auto now = static_cast<int32_t>(steps);
+  try {
+    plan.apply(&now, 1);
+  } catch (const std::invalid_argument& error) {
+    TVM_FFI_THROW(ValueError) << error.what();
+  }
+  step.decode_words = plan.memory().get();
+  for (int64_t row = 0; row < rows[0]; ++row) ++step.positions[row], ++step.slots[row];
+  step.rows = rows;
+  program_go_on(handle, steps);
+  program_run(handle, 0, static_cast<int64_t>(program.ops.size()));
+  if (takes_largest) {
+    const ContextUse use(reinterpret_cast<int64_t>(program.context));
+    program.take_largest(step.ids);
+  }
+  return pieces() == before ? -1 : plan.generation();
+}
+
 }  // namespace
 }  // namespace trunkline
 
@@ -257,3 +309,5 @@ TRUNKLINE_EXPORT(program_go_on, trunkline::program_go_on)
 TRUNKLINE_EXPORT(program_adapter, trunkline::program_adapter)
 TRUNKLINE_EXPORT(program_adapt, trunkline::program_adapt)
 TRUNKLINE_EXPORT(program_run, trunkline::program_run)
+TRUNKLINE_EXPORT(program_largest, trunkline::program_largest)
+TRUNKLINE_EXPORT(program_step, trunkline::program_step)

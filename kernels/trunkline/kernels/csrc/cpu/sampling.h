@@ -20,6 +20,8 @@
 
 namespace trunkline {
 
+constexpr int kSampleBlock = 64;
+
 struct DrawRow {
   const float* logits;
   int64_t vocab_size;
@@ -36,7 +38,7 @@ struct SampleScratch {
   uint64_t* ranks;  // [vocab_size + 64]
   float* scores;    // [vocab_size + 64]
   int32_t* ids;     // [vocab_size + 64]
-  float* peaks;     // [vocab_size / 64 + 1]
+  float* peaks;     // [vocab_size / kSampleBlock + 1], all that temperature 0 needs
 };
 
 struct SamplingTable {

@@ -8,7 +8,7 @@
 namespace trunkline::TRUNKLINE_NAMESPACE {
 namespace {
 
-constexpr int kBlock = 64;
+constexpr int kBlock = kSampleBlock;
 constexpr double kLn2 = 0.6931471805599453;
 // No noise is larger: -log(-log(1 - 2^-53)).
 constexpr float kNoiseMax = 36.75f;
