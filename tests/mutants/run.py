@@ -133,19 +133,15 @@ def load_mutants() -> list[Mutant]:
     Raises:
         MutantError: two have one name, or an entry lacks something.
     """
-    mutants = [
-        mutant
-        for area in AREAS
-        for mutant in _table(area, tomllib.loads((HERE / f"{area}.toml").read_text(encoding="utf-8")))
-    ]
+    mutants = [mutant for area in AREAS for mutant in _table(area)]
     names = [mutant.name for mutant in mutants]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise MutantError(f"names are used twice: {', '.join(twice)}")
     return mutants
 
 
-def _table(area: str, document: dict[str, Any]) -> Iterator[Mutant]:
-    for entry in document["mutant"]:
+def _table(area: str) -> Iterator[Mutant]:
+    for entry in tomllib.loads((HERE / f"{area}.toml").read_text(encoding="utf-8"))["mutant"]:
         if missing := [key for key in ("name", "fault", "old", "new", "tests") if key not in entry]:
             raise MutantError(f"{area}.toml: {entry.get('name')} has no {', '.join(missing)}")
         edits = [Edit(each["old"], each["new"]) for each in (entry, *entry.get("earlier", ()))]
