@@ -17,7 +17,11 @@ CPU time per token, measured. With 32 rows the texts are repeated, by another te
 **Server.** Two servers with the demo model, with and without speculation, answer the same requests in turn, each
 with salts of their own: *copies* go on with a text that the prompt has already (temperature 0), *prose* follows
 pages of the documentation (temperature 1, with seeds), *code* tests and *tools* calls of tools (temperature 0:
-whatever the demo model writes there). Texts are compared, too. `--rounds` says how often.
+whatever the demo model writes there). Texts are compared, too. Given are the median and the quartiles of the
+ratios of pairs of answers (`--rounds`), and how far such a median is from that of many pairs (`±`): a single pair
+says little, as an answer of 64 tokens takes 0.1 s, of which one stall is 5 %. A shared machine reads at another
+bandwidth from one second to the next, so it is measured between pairs; one in which it has changed by more than a
+tenth counts in `all` only.
 """
 
 from __future__ import annotations
@@ -30,13 +34,17 @@ import subprocess
 import time
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
 import httpx
 import numpy as np
-from report import Report, argument_parser
+import torch
+from linear import Arm, LimitMeter
+from peer_servers import CORES
+from peer_table import steady
+from report import Report, argument_parser, some_of
 from serving import Server
 from tokenizers import Tokenizer
 
@@ -53,6 +61,12 @@ DEMO: Final = ROOT / "deploy/trunkline/deploy/demo_model"
 PAGES: Final = ("routing", "operating", "survival", "security", "kernels", "internals/tiers", "internals/cuts")
 MACHINES: Final = {"16 ms": (16_000.0, 400.0, 500.0), "4 ms": (4000.0, 1000.0, 500.0)}
 """By name: µs of a step, of each row, and of the pause behind a step that is waited for."""
+KINDS: Final = ("copies", "prose", "code", "tools")
+SETTLE_S: Final = 0.1
+"""Pause before each answer, as the controller of the one before indexes its texts; and how long the bandwidth is
+measured."""
+STEADY_MIN: Final = 3
+"""Smallest number of pairs without a change of the bandwidth of which the ratio is taken."""
 COPIED: Final = 40
 """Tokens of a copy that the prompt begins itself."""
 
@@ -223,15 +237,19 @@ def measure_replay(arguments: argparse.Namespace, report: Report) -> None:
 # A real server
 
 
-async def answers(url: str, bodies: list[dict[str, Any]]) -> tuple[float, list[str]]:
-    """Send requests at once; return tokens per second and the texts."""
+async def answers(url: str, bodies: list[dict[str, Any]]) -> tuple[float, list[str], int, int]:
+    """Send requests at once; return the seconds that they took, their texts, and how many drafts were tried and
+    right."""
     async with httpx.AsyncClient(base_url=url, timeout=600.0) as client:
         begun = time.perf_counter()
         replies = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
         seconds = time.perf_counter() - begun
     found = [reply.raise_for_status().json() for reply in replies]
-    tokens = sum(each["usage"]["completion_tokens"] for each in found)
-    return tokens / seconds, [each["choices"][0]["text"] for each in found]
+    details = [each["usage"].get("completion_tokens_details") or {} for each in found]
+    drafted, accepted = (
+        sum(each.get(name, 0) for each in details) for name in ("drafted_tokens", "accepted_drafts")
+    )
+    return seconds, [each["choices"][0]["text"] for each in found], drafted, accepted
 
 
 def server_texts(texts: Texts) -> dict[str, list[Int32Array]]:
@@ -259,9 +277,61 @@ def bodies_of(kind: str, texts: Items[Int32Array], batch: int, number: int, toke
     return bodies
 
 
+class Pairs:
+    """The same requests, answered by two servers in turn."""
+
+    def __init__(self, urls: Items[str], meter: LimitMeter) -> None:
+        self._urls = urls
+        """With and without speculation."""
+        self._meter = meter
+        self._rates = [meter.read(SETTLE_S)[0]]
+        """Bytes per second before the first pair, and behind each."""
+        self._seconds: list[list[float]] = []
+        self._drafted = self._accepted = self._differ = 0
+
+    def run(self, bodies: list[dict[str, Any]], number: int) -> None:
+        """Let both servers answer. Which one is the first changes from pair to pair."""
+        found = {}
+        for url in self._urls if number % 2 else self._urls[::-1]:
+            time.sleep(SETTLE_S)
+            found[url] = asyncio.run(answers(url, bodies))
+        time.sleep(SETTLE_S)
+        self._rates.append(self._meter.read(SETTLE_S)[0])
+        self._seconds.append([found[url][0] for url in self._urls])
+        _, texts, drafted, accepted = found[self._urls[0]]
+        self._drafted += drafted
+        self._accepted += accepted
+        self._differ += texts != found[self._urls[1]][1]
+
+    def report(self, report: Report, case: dict[str, Any], tokens: int) -> None:
+        limits = [steady(front, behind) for front, behind in pairwise(self._rates)]
+        kept = [index for index, limit in enumerate(limits) if limit is not None]
+        if len(kept) < STEADY_MIN:
+            print(f"{case}: the bandwidth changed in nearly all pairs, so they all count")
+            kept = list(range(len(limits)))
+        seconds, count = np.array(self._seconds), len(kept)
+        ratios = (seconds[:, 1] / seconds[:, 0])[kept]
+        low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
+        for name, middle_s in zip(("with", "without"), np.median(seconds[kept], axis=0).tolist(), strict=True):
+            report.add(case, name, tokens / middle_s, "tokens/s", count)
+        report.add(case, "ratio", middle, "x", count)
+        # Of normal values, whose quartiles are 1.35 deviations apart, a median strays 1.25 times as far as a mean.
+        report.add(case, "±", 1.25 * (high - low) / 1.35 / count**0.5, "x", count)
+        report.add(case, "lower quartile", low, "x", count)
+        report.add(case, "upper quartile", high, "x", count)
+        whole = seconds.sum(axis=0)
+        report.add(case, "all", float(whole[1] / whole[0]), "x", len(limits))
+        report.add(case, "bandwidth", float(np.median(self._rates)) / 1e9, "GB/s", count)
+        report.add(case, "drafted", self._drafted / len(limits), "per pair", len(limits))
+        report.add(case, "accepted", self._accepted / len(limits), "per pair", len(limits))
+        if self._differ:
+            print(f"{case}: texts of {self._differ} pairs differ")
+
+
 def measure_server(arguments: argparse.Namespace, report: Report) -> None:
-    kinds = server_texts(Texts())
-    rounds, tokens = (3, 64) if arguments.quick else (arguments.rounds, arguments.tokens)
+    kinds, meter = server_texts(Texts()), LimitMeter(Arm(CORES), torch.float32)
+    tokens = 64 if arguments.quick else arguments.tokens
+    rounds = {1: arguments.rounds, 32: arguments.rounds_of_32 or -(-arguments.rounds // 4)}
     with ExitStack() as stack:
         urls = []
         for mode in ("auto", "off"):
@@ -269,27 +339,26 @@ def measure_server(arguments: argparse.Namespace, report: Report) -> None:
                 model="", tp=1, dtype="auto", serve_args=f"--speculation {mode} --host-tier 0"
             )
             urls.append(stack.enter_context(Server(options)).url)
-        for kind, texts in kinds.items():
-            for batch in (1, 32):
-                speeds: list[list[float]] = [[], []]
-                for number in range(rounds + 1):
-                    bodies = bodies_of(kind, texts, batch, number, tokens)
-                    found = [asyncio.run(answers(url, bodies)) for url in urls]
-                    if found[0][1] != found[1][1]:
-                        print(f"{kind}, batch {batch}, round {number}: texts differ")
-                    for speed, (measured, _) in zip(speeds, found, strict=True):
-                        speed.append(measured)
-                ratios = [on / off for on, off in zip(*speeds, strict=True)][1:]  # the first round warms up
-                case = {"requests": kind, "batch": batch}
-                report.add(case, "with", median(speeds[0][1:]), "tokens/s", rounds)
-                report.add(case, "without", median(speeds[1][1:]), "tokens/s", rounds)
-                report.add(case, "ratio", median(ratios), "x", rounds)
+        for kind in arguments.kinds:
+            for batch in arguments.batches:
+                Pairs(urls, meter).run(bodies_of(kind, kinds[kind], batch, 0, tokens), 0)  # warms up
+                pairs = Pairs(urls, meter)
+                for number in range(1, (3 if arguments.quick else rounds[batch]) + 1):
+                    pairs.run(bodies_of(kind, kinds[kind], batch, number, tokens), number)
+                pairs.report(report, {"requests": kind, "batch": batch}, batch * tokens)
+
+
+def batches_of(text: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in some_of(("1", "32"))(text))
 
 
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--texts", type=Path, help="JSON lines with prompt and answer, to be replayed")
-    parser.add_argument("--rounds", type=int, default=9, help="pairs of runs on the servers (default: 9)")
+    parser.add_argument("--rounds", type=int, default=40, help="pairs of answers of the servers (default: 40)")
+    parser.add_argument("--rounds-of-32", type=int, default=0, help="pairs of batches (default: a quarter)")
+    parser.add_argument("--kinds", type=some_of(KINDS), default=KINDS, metavar="KIND,…", help=", ".join(KINDS))
+    parser.add_argument("--batches", type=batches_of, default=(1, 32), metavar="1,32", help="some of 1 and 32")
     parser.add_argument("--tokens", type=int, default=256, help="of each answer of a server (default: 256)")
     parser.add_argument("--skip-server", action="store_true", help="only replay")
     parser.add_argument("--skip-replay", action="store_true", help="only the server")
