@@ -21,6 +21,8 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from types import FrameType
@@ -99,6 +101,7 @@ class Cluster(TieredLoop):
         self._encoder = msgspec.msgpack.Encoder()
         self._orders = msgspec.msgpack.Decoder(StepPlan)
         self._answers = msgspec.msgpack.Decoder(StepResult)
+        self._run_ops: dict[str, Callable[..., Any]] = {}
 
     def answer(self, prompt: list[int], tokens: int, clock: Clock) -> None:
         """Compute a request that a router sends; the clock has the sum of all its steps."""
@@ -160,15 +163,18 @@ class Cluster(TieredLoop):
 
     def time_ops(self, clock: Clock) -> None:
         """Count the calls of the native program as ops of this clock, from now on."""
-        program: Any = self.runner._decoder.runner
-        self._run_ops = getattr(self, "_run_ops", program._run)
+        library: Any = self.runner._decoder.runner._library
+        if not self._run_ops:
+            self._run_ops = {name: getattr(library, name) for name in ("run", "step")}
 
-        def timed(first: int, last: int) -> None:
+        def timed(run: Callable[..., Any], *arguments: Any) -> Any:
             clock.begin("ops")
-            self._run_ops(first, last)
+            found = run(*arguments)
             clock.begin("end")
+            return found
 
-        program._run = timed
+        for name, run in self._run_ops.items():
+            setattr(library, name, partial(timed, run))
 
 
 class Rounds:

@@ -427,7 +427,7 @@ def steps_of(folder: Path, *, anew: bool) -> tuple[list[Tensor], int]:
         anew: Every step does.
     """
     runner, program = load(folder)
-    forward, begin, logits, begun = runner._decoder.forward, program._begin, [], []
+    forward, begin, logits, begun = runner._decoder.forward, program._library.begin, [], []
 
     def counted(*arguments: Any) -> None:
         begun.append(arguments)
@@ -440,7 +440,7 @@ def steps_of(folder: Path, *, anew: bool) -> tuple[list[Tensor], int]:
         logits.append(torch.empty(0) if found is None else found.clone())
         return found
 
-    program._begin = counted  # type: ignore[assignment]
+    program._library.begin = counted  # type: ignore[assignment]
     watch(runner, watched)
     drive(runner, seed=5)
     return logits, len(begun)

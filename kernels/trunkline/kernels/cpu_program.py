@@ -250,6 +250,18 @@ class _Steady(NamedTuple):
         return cls(tokens, work.words, work)
 
 
+class _Library:
+    """The library's functions for the steps of one program."""
+
+    def __init__(self, module: Any, handle: int) -> None:
+        waiting = (module.program_run, module.program_largest, module.program_step)
+        # Other ranks are waited for; a step takes milliseconds. Other threads of the interpreter go on meanwhile.
+        for call in waiting:
+            call.release_gil = True
+        self.run, self.largest, self.step = (partial(call, handle) for call in waiting)
+        self.begin, self.go_on = partial(module.program_begin, handle), partial(module.program_go_on, handle)
+
+
 class CpuProgram:
     """Implements `StepRunner` for `CpuKernels`."""
 
@@ -283,12 +295,7 @@ class CpuProgram:
             program.first_logit,
         )
         weakref.finalize(self, module.program_delete, handle)
-        waiting = (module.program_run, module.program_largest, module.program_step)
-        # Other ranks are waited for; a step takes milliseconds. Other threads of the interpreter go on meanwhile.
-        for call in waiting:
-            call.release_gil = True
-        self._run, self._largest, self._step = (partial(call, handle) for call in waiting)
-        self._begin, self._go_on = partial(module.program_begin, handle), partial(module.program_go_on, handle)
+        self._library = _Library(module, handle)
         self._memory = ProgramMemory(words.buffers, partial(module.program_bind, handle))
         self._counting = Counting(program.ops, kernels.counters, pool.format.layer_token_bytes)
         sums = (own for op, own in zip(program.ops, words.is_native, strict=True) if isinstance(op, AllReduce))
@@ -329,7 +336,7 @@ class CpuProgram:
         )
         steady = None if work is None else _Steady.of(batch, work, own)
         if before is not None and steady is not None and before.tokens is own and before.words is words:
-            self._go_on(steps)  # the library has all but what has been written into its memory
+            self._library.go_on(steps)  # the library has all but what has been written into its memory
         else:
             decode_angles = [] if work is None else self._angles(work.shifts)
             prefill_angles = [] if prefill is None else self._angles(prefill.shifts)
@@ -343,7 +350,7 @@ class CpuProgram:
                 decode_angles,
                 prefill_angles,
             )
-            self._begin(tokens, batch.num_rows, rows[Rows.STATES], rows[Rows.LOGITS], steps, *held)
+            self._library.begin(tokens, batch.num_rows, rows[Rows.STATES], rows[Rows.LOGITS], steps, *held)
         self._steady = steady
         if batch.adapters is not None:
             self._adapters.use(batch.adapters)
@@ -380,7 +387,7 @@ class CpuProgram:
         (tokens, _, work), live = steady, steady.work.live
         assert live is not None
         plan.grow(live)
-        generation = self._step(live.handle, plan.steps, takes_largest)
+        generation = self._library.step(live.handle, plan.steps, takes_largest)
         if generation >= 0:  # the pieces are others
             live.take_words(generation)
             work = self._kernels.planning.decode_work(plan, self._pool, self._turning[0])
@@ -393,7 +400,7 @@ class CpuProgram:
         """Return the id of the largest logit of each row of the last step, of equal ones the first: the same on
         every rank. Not where ranks do not share memory (`takes_largest`)."""
         ids = torch.empty(self._memory.rows[Rows.LOGITS], dtype=torch.int32)
-        self._largest(ids)
+        self._library.largest(ids)
         found: Int32Array = ids.numpy()
         return found
 
@@ -406,7 +413,7 @@ class CpuProgram:
             segments = self._segments[key] = self._split(start, stop)
         for is_native, first, last in segments:
             if is_native:
-                self._run(first, last)
+                self._library.run(first, last)
                 self._counting.ran(first, last, *self._read)
             else:
                 self._run_others(first, last)
