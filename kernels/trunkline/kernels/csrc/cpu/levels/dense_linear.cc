@@ -17,8 +17,9 @@ namespace {
 constexpr int kBlockSteps = 64;
 
 // Steps at most of a block over which tiles of all lanes pass. Their pace is that at which the second-level cache
-// delivers, so what counts is how seldom a tile's sums are stored and loaded, and that two blocks fit this cache.
-constexpr int kWideBlockSteps = tile_vectors(kTileRows) * kLanes < kPanelWidth ? kBlockSteps : 256;
+// delivers, so what counts is how seldom a tile begins, which costs it as much as 70 cycles of its products, and that
+// two blocks and the rows, 560 KB at most, fit this cache.
+constexpr int kWideBlockSteps = tile_vectors(kTileRows) * kLanes < kPanelWidth ? kBlockSteps : 640;
 
 // Elements that an output has in its panel.
 template <class T>
