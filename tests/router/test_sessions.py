@@ -217,8 +217,14 @@ def test_a_lease_is_renewed_while_an_answer_is_made(
     router.call(store.close())
 
 
+@pytest.fixture
+def long_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No lease ends by itself while a test waits for its end."""
+    monkeypatch.setattr("trunkline.router.stores.session_store.LEASE_SECONDS", 600.0)
+
+
 def test_what_cannot_be_stored_is_an_error(
-    router: RunningRouter, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    router: RunningRouter, http: httpx.Client, long_leases: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stream has its text first."""
 
@@ -277,7 +283,7 @@ def test_a_failed_turn_leaves_the_session(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_leaves_the_session(
-    router: RunningRouter, http: httpx.Client, fake: FakeController, stream: bool
+    router: RunningRouter, http: httpx.Client, fake: FakeController, long_leases: None, stream: bool
 ) -> None:
     session = create(http)["id"]
     fake.behaviour.seconds_per_token = 0.02
