@@ -46,6 +46,8 @@ GROUPED: Final = (
     *("--kv-memory", f"{BLOCKS * 36}KiB", "--host-tier", "2MiB"),
 )
 SHARE: Final = ("--window-share", "0.25")
+ROOMY: Final = ("--kv-memory", f"{3 * BLOCKS * 18}KiB")
+"""Memory for the longest texts without a share, where every token needs room in every layer."""
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +212,7 @@ def test_random_texts_while_workers_die(model: Path, redis_server: RedisServer, 
             assert cluster.metric("tier_hit_tokens_total", tier="disk") > CONTEXT
             wait_for(cluster.is_idle, 20)
             assert cluster.stop() == 0
-        with Cluster(*TIERED, *disk(tmp_path), model=str(model)) as cluster:
+        with Cluster(*TIERED, *ROOMY, *disk(tmp_path), model=str(model)) as cluster:
             assert read_again(cluster, expected, texts, "disk") > CONTEXT
             assert cluster.stop() == 0
         wide = (*PLAIN, "--tp", "1", "--kv-memory", "3MiB", "--host-tier", "2MiB", "--window-share", "0.5")
