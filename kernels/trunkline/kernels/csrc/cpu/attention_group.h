@@ -28,8 +28,6 @@ TRUNKLINE_INLINE char* tile_of(const PoolView& pool, long block, long layer, lon
 // Rows of an open tile's last step up to which only they are read: a step of a tile that just began is mostly empty.
 constexpr int kFewRows = 4;
 
-constexpr int kPartsMax = kGroupTokens / kTokenStep;
-
 // Columns whose keys lie together, and whose values do, for the head that was loaded last.
 template <class T>
 struct Part {
@@ -59,7 +57,7 @@ struct Cursor {
 
 template <class T>
 struct Group {
-  Part<T> parts[kPartsMax];
+  Part<T> parts[kGroupTokens / kTokenStep];
   int size;     // parts
   int columns;  // multiple of kTokenStep
   bool all_valid;

@@ -209,48 +209,21 @@ class AttentionUnit {
     return (heads_ > 1 ? tiles - pool_.kv_heads - heads_ + 1 : tiles) * tile;
   }
 
-  // What a product reads of parts of the group, and for each the bytes from there to what is read after it; 0: no more.
-  struct Factors {
-    Stretch<T> stretches[kPartsMax];
-    long ahead[kPartsMax];
-    int count = 0;
-
-    TRUNKLINE_INLINE void add(const B* b, long ldb, int steps, long bytes) {
-      stretches[count] = {b, ldb, steps, nullptr}, ahead[count++] = bytes;
-    }
-  };
-
-  // Whether a product `[m, n]` fetches what other units read, too: it has many rows, and something to fetch.
-  TRUNKLINE_INLINE bool fetches(int m, int n) const {
-    return kFetchesAhead && ahead_ != nullptr && m >= kFetchingRows && n % kFetchingColumns == 0;
-  }
-
-  // C `[m, n]` (+)= A times these; several parts at a time only if it `fetches`.
-  TRUNKLINE_INLINE void product(int m, int n, const A* const* a, Factors& factors, float* c, long ldc,
-                                bool accumulate) {
-    Stretch<T>* stretches = factors.stretches;
-    if (!fetches(m, n)) {
-      return gemm<T>(m, n, stretches->steps, a, stretches->b, stretches->ldb, c, ldc, accumulate, *factors.ahead);
-    }
-    constexpr long kColumnBytes = kFetchingColumns * static_cast<long>(sizeof(B));
-    const char* lines[kPartsMax][(kRowBlock + kMaxRows - 1) / kMaxRows];
-    for (int column = 0; column < n; column += kFetchingColumns) {
-      for (int i = 0; i < factors.count; ++i) {
-        Stretch<T>& stretch = stretches[i];
-        const char* own = reinterpret_cast<const char*>(stretch.b);
-        if (factors.ahead[i] != 0) {
-          // Each of the columns asks for as much of the next tile as it reads of this one, from its beginning on.
-          const long share = kColumnBytes * stretch.steps;
-          ahead_->begin_with(own + factors.ahead[i] + column / kFetchingColumns * (share - kColumnBytes), share);
-        }
-        for (int block = 0; block < (m + kMaxRows - 1) / kMaxRows; ++block) {
-          const char* next = ahead_->next(stretch.steps * kLineBytes);
-          lines[i][block] = next == nullptr ? own : next;  // what is in the cache costs nothing
-        }
-        stretch.lines = lines[i];
+  // `gemm`, which of many rows fetches what other units read as well.
+  TRUNKLINE_INLINE void product(int m, int n, int steps, const A* const* a, const B* b, long ldb, float* c,
+                                long ldc, bool accumulate, long ahead) {
+    constexpr int kColumns = kMaxVectors * kLanes;
+    if (!kFetchesAhead || ahead_ == nullptr || m < kFetchingRows || n % kColumns != 0)
+      return gemm<T>(m, n, steps, a, b, ldb, c, ldc, accumulate, ahead);
+    const char* fetch[(kRowBlock + kMaxRows - 1) / kMaxRows];
+    const char* own = reinterpret_cast<const char*>(b);
+    if (ahead != 0) ahead_->begin_with(own + ahead, n * steps * static_cast<long>(sizeof(B)));
+    for (int column = 0; column < n; column += kColumns) {
+      for (int block = 0; block < (m + kMaxRows - 1) / kMaxRows; ++block) {
+        const char* lines = ahead_->next(steps * kLineBytes);
+        fetch[block] = lines == nullptr ? own : lines;  // what is in the cache costs nothing
       }
-      gemm_fetching<T>(m, a, stretches, factors.count, c + column, ldc, accumulate);
-      for (int i = 0; i < factors.count; ++i) stretches[i].b += kFetchingColumns;
+      gemm_fetching<T>(m, a, b + column, ldb, steps, c + column, ldc, accumulate, fetch);
     }
   }
 
@@ -263,10 +236,8 @@ class AttentionUnit {
     const A* const* queries = reinterpret_cast<const A* const*>(memory_.query_rows) + first;
     for (int p = 0; p < group_.size; ++p) {
       const Part<T>& part = group_.parts[p];
-      Factors keys;
-      keys.add(part.keys, part.key_stride, (d_ + T::kStep - 1) / T::kStep, ahead_of(p, h, false, next));
-      float* scores = memory_.scores + to * kScoreStride + part.column;
-      product(rows, part.columns, queries, keys, scores, kScoreStride, false);
+      product(rows, part.columns, (d_ + T::kStep - 1) / T::kStep, queries, part.keys, part.key_stride,
+              memory_.scores + to * kScoreStride + part.column, kScoreStride, false, ahead_of(p, h, false, next));
     }
     if constexpr (kQuantised) {
       for (int i = 0; i < rows; ++i) scale_columns(memory_.scores + (to + i) * kScoreStride, memory_.key_scale);
@@ -328,21 +299,14 @@ class AttentionUnit {
       }
     }
     const A** weights = reinterpret_cast<const A**>(memory_.weight_rows);
-    for (int p = 0; p < group_.size;) {
-      const int column = group_.parts[p].value_column;
-      const int word = kPackedWeights || kPairs ? column / 2 : column;
+    for (int p = 0; p < group_.size; ++p) {
+      const Part<T>& part = group_.parts[p];
+      const int word = kPackedWeights || kPairs ? part.value_column / 2 : part.value_column;
       for (int i = 0; i < rows; ++i) {
         weights[i] = reinterpret_cast<const A*>(memory_.scores + (from + i) * kScoreStride) + word;
       }
-      Factors values;
-      int end;  // column
-      do {
-        const Part<T>& part = group_.parts[p];
-        values.add(part.values, part.value_stride, part.value_steps, ahead_of(p, h, true, next));
-        end = part.value_column + part.value_steps * T::kStep;
-        ++p;
-      } while (fetches(rows, values_) && p < group_.size && group_.parts[p].value_column == end);
-      product(rows, values_, weights, values, memory_.acc + first * values_, values_, true);
+      product(rows, values_, part.value_steps, weights, part.values, part.value_stride,
+              memory_.acc + first * values_, values_, true, ahead_of(p, h, true, next));
     }
   }
 

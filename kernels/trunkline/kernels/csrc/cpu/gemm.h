@@ -99,10 +99,11 @@ constexpr int kWideRows = (kMaxRows + 1) / 2, kWideVectors = 2 * kMaxVectors;
 constexpr long kLineBytes = 64;
 
 // MR rows times NV vectors. `ldb`: lanes from one step of B to the next. `ahead`: bytes from the first vector of B to
-// what will be read next, of which kAhead vectors are fetched in each step, at the pace of this product.
-template <class T, int MR, int NV, int kAhead>
+// what will be read next, of which kAhead vectors are fetched in each step, at the pace of this product. kLines:
+// what is fetched is one line from `lines` on in each step instead.
+template <class T, int MR, int NV, int kAhead, bool kLines = false>
 TRUNKLINE_INLINE void gemm_tile(const typename T::A* const* rows, const typename T::B* b, long ldb, int steps,
-                                float* c, long ldc, bool accumulate, long ahead) {
+                                float* c, long ldc, bool accumulate, long ahead, const char* lines = nullptr) {
   const typename T::A* a[MR];
   TRUNKLINE_UNROLL for (int m = 0; m < MR; ++m) a[m] = rows[m];
   Vec acc[NV][MR];
@@ -110,6 +111,7 @@ TRUNKLINE_INLINE void gemm_tile(const typename T::A* const* rows, const typename
     TRUNKLINE_UNROLL for (int m = 0; m < MR; ++m) acc[v][m] = accumulate ? load(c + m * ldc + v * kLanes) : zero();
   }
   for (int k = 0; k < steps; ++k) {
+    if constexpr (kLines) prefetch_second(lines + k * kLineBytes);
     TRUNKLINE_UNROLL for (int v = 0; v < NV; ++v) {
       if (v < kAhead) prefetch_second(reinterpret_cast<const char*>(b + v * kLanes) + ahead);
       T::template step<MR>(acc[v], a, k, b + v * kLanes);
@@ -160,58 +162,19 @@ template <class T, int NV, int kRows>
   }
 }
 
-// Rows of B that follow each other in memory, and what is fetched beside their steps: a line from `lines` on in each,
-// where every block of rows of A has its own lines.
-template <class T>
-struct Stretch {
-  const typename T::B* b;
-  long ldb;
-  int steps;
-  const char* const* lines;
-};
-
-// As gemm_tile, over several stretches, whose words of A follow each other.
-template <class T, int MR>
-TRUNKLINE_INLINE void fetching_tile(const typename T::A* const* rows, const Stretch<T>* stretches, int count,
-                                    int block, float* c, long ldc, bool accumulate) {
-  constexpr int NV = kMaxVectors;
-  const typename T::A* a[MR];
-  TRUNKLINE_UNROLL for (int m = 0; m < MR; ++m) a[m] = rows[m];
-  Vec acc[NV][MR];
-  TRUNKLINE_UNROLL for (int v = 0; v < NV; ++v) {
-    TRUNKLINE_UNROLL for (int m = 0; m < MR; ++m) acc[v][m] = accumulate ? load(c + m * ldc + v * kLanes) : zero();
-  }
-  int k = 0;
-  for (int i = 0; i < count; ++i) {
-    const Stretch<T>& stretch = stretches[i];
-    const typename T::B* b = stretch.b;
-    const long ldb = stretch.ldb;
-    const char* line = stretch.lines[block];
-    for (const int end = k + stretch.steps; k < end; ++k) {
-      prefetch_second(line);
-      TRUNKLINE_UNROLL for (int v = 0; v < NV; ++v) T::template step<MR>(acc[v], a, k, b + v * kLanes);
-      b += ldb, line += kLineBytes;
-    }
-  }
-  TRUNKLINE_UNROLL for (int v = 0; v < NV; ++v) {
-    TRUNKLINE_UNROLL for (int m = 0; m < MR; ++m) store(c + m * ldc + v * kLanes, acc[v][m]);
-  }
-}
-
-// C `[m, kFetchingColumns]` (+)= A B for at least kFetchingRows rows. So many rows have blocks of kMaxRows or one
-// less. A tile's sums are loaded and stored once for all stretches: its beginning costs as much as 70 cycles of products.
-constexpr int kFetchingRows = 4 * kMaxRows, kFetchingColumns = kMaxVectors * kLanes;
+// C `[m, kMaxVectors * kLanes]` (+)= A B for at least kFetchingRows rows; each block of rows fetches a line in each step,
+// from where `fetch` says for it. So many rows have blocks of kMaxRows or one less.
+constexpr int kFetchingRows = 4 * kMaxRows;
 
 template <class T>
-[[gnu::noinline]] void gemm_fetching(int m, const typename T::A* const* a, const Stretch<T>* stretches, int count,
-                                     float* c, long ldc, bool accumulate) {
-  const int blocks = (m + kMaxRows - 1) / kMaxRows;
-  for (int block = 0; block < blocks; ++block) {
-    const int height = (m + blocks - block - 1) / (blocks - block);
+[[gnu::noinline]] void gemm_fetching(int m, const typename T::A* const* a, const typename T::B* b, long ldb,
+                                     int steps, float* c, long ldc, bool accumulate, const char* const* fetch) {
+  for (int blocks = (m + kMaxRows - 1) / kMaxRows; blocks > 0; --blocks, ++fetch) {
+    const int height = (m + blocks - 1) / blocks;
     if (height == kMaxRows) {
-      fetching_tile<T, kMaxRows>(a, stretches, count, block, c, ldc, accumulate);
+      gemm_tile<T, kMaxRows, kMaxVectors, 0, true>(a, b, ldb, steps, c, ldc, accumulate, 0, *fetch);
     } else {
-      fetching_tile<T, kMaxRows - 1>(a, stretches, count, block, c, ldc, accumulate);
+      gemm_tile<T, kMaxRows - 1, kMaxVectors, 0, true>(a, b, ldb, steps, c, ldc, accumulate, 0, *fetch);
     }
     a += height, c += height * ldc, m -= height;
   }
