@@ -163,7 +163,8 @@ class Cluster(TieredLoop):
 
     def time_ops(self, clock: Clock) -> None:
         """Count the calls of the native program as ops of this clock, from now on."""
-        library: Any = self.runner._decoder.runner._library
+        program: Any = self.runner._decoder.runner
+        library = program._library
         if not self._run_ops:
             self._run_ops = {name: getattr(library, name) for name in ("run", "step")}
 
