@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import selectors
+import shutil
 import signal
 import stat
 from pathlib import Path
@@ -22,6 +24,8 @@ from trunkline.deploy.launch.folders import (
     send_signal,
     this_process,
 )
+from trunkline.deploy.launch.keeper import Keeper
+from trunkline.deploy.launch.protocol import UnitRecord
 
 pytestmark = pytest.mark.processes
 SLEEPS = "import sys, time; print('here', flush=True); time.sleep(1000)"
@@ -72,6 +76,30 @@ def test_what_is_impossible_is_not_tried_again(tmp_path: Path) -> None:
         assert state is not None
         assert (state.state, state.exit_code, state.restarts) == ("failed", 2, 0)
         assert (kept.folder.path / "times").read_text() == "x"
+
+
+def test_starts_that_fail_wait_longer_and_longer(tmp_path: Path) -> None:
+    """Also behind a unit that ran for long, or a keeper would start processes as fast as they fail."""
+    kept = UnitFolder(private_folder(tmp_path / "host" / "units" / "it"))
+    lock = kept.lock()
+    assert lock is not None
+    keeper = Keeper(kept, UnitRecord("it", "router", [], {}, "d", 1), lock, (f"{tmp_path}/missing",))
+    with selectors.DefaultSelector() as selector:
+        for _ in range(4):
+            keeper._start(selector)
+    said = (kept.path / "log").read_text()
+    assert [f"again in {seconds} s" in said for seconds in (0, 1, 2, 4)] == [True] * 4, said
+    os.close(lock)
+
+
+def test_a_unit_whose_folder_is_gone_is_not_started_again(tmp_path: Path) -> None:
+    with Kept(tmp_path, SLEEPS) as kept:
+        unit = kept.until(lambda state: state.unit is not None).unit
+        assert unit is not None
+        wait_for(lambda: "here" in kept.log)
+        shutil.rmtree(kept.folder.path)
+        os.kill(unit.pid, signal.SIGKILL)
+        assert kept.process.wait(30) == 1
 
 
 def test_it_stops_the_unit_when_it_is_told_to(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ It holds the unit's lock, writes its output into a log of bounded size, and star
 same rule as a cluster's own processes (`DeathRecord`). The unit ends with its keeper, by the kernel's doing.
 SIGTERM is passed on, and means that the unit is not started again.
 
-A unit that says that what it was asked for is impossible (exit code 2) is not tried again; one that ends with 0
-was told to stop by another process.
+A unit that says that what it was asked for is impossible (exit code 2) is not tried again, nor one whose folder is
+gone; one that ends with 0 was told to stop by another process.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import setproctitle
 
 from trunkline.deploy.launch.folders import (
@@ -89,6 +90,7 @@ class Keeper:
         return 0 if self._state.state == "stopped" else 1
 
     def _start(self, selector: selectors.BaseSelector) -> None:
+        self._started_s = time.monotonic()
         keeper = os.getpid()
         home = str(self._folder.path.parents[1])
         argv = [word.replace(STATE, home) for word in self._record.argv]
@@ -113,7 +115,6 @@ class Keeper:
         os.set_blocking(process.stdout.fileno(), False)
         selector.register(process.stdout, selectors.EVENT_READ)
         self._process = process
-        self._started_s = time.monotonic()
         self._say(f"started (process {process.pid})")
         self._tell("running", process_of(process.pid))
 
@@ -158,6 +159,9 @@ class Keeper:
         if self._stopping or code in (0, EXIT_IMPOSSIBLE):
             self._say(describe_exit(code))
             self._tell("failed" if code == EXIT_IMPOSSIBLE else "stopped", None, code)
+            return
+        if not self._folder.path.is_dir():  # no launcher finds the unit any more, so none could stop it
+            self._state = msgspec.structs.replace(self._state, state="failed")
             return
         if now - self._started_s > LASTING_S:
             self._deaths.works()
