@@ -62,15 +62,19 @@ check: $(STAMP) ## Style and types
 
 # The number of the best instruction-set level that runs here: it and the first one are compiled with sanitizers.
 WIDEST := from trunkline.kernels.native import ISA_LEVELS, isa_levels; print(ISA_LEVELS.index(isa_levels()[0]))
-check-native: $(STAMP) ## Compile the CPU kernels with warnings as errors and sanitizers, run their tests
+# The library of names (chunks' names, the router's table, ids of a prompt) and what tests it.
+NAMES := tests/kvstore/test_names.py tests/router/routing/test_index.py tests/router/test_listed_prompts.py
+check-native: $(STAMP) ## Compile the CPU libraries with warnings as errors and sanitizers, run their tests
 	$(BIN)/cmake -S . -B build/sanitized -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_BUILD_TYPE=Debug \
 		-DTRUNKLINE_STRICT=ON -DTRUNKLINE_SANITIZE=address,undefined \
 		-DTRUNKLINE_LEVELS="0;$$($(BIN)/python -c '$(WIDEST)')" >/dev/null
 	$(BIN)/cmake --build build/sanitized -j 2
+	$(BIN)/cmake --install build/sanitized --component kernels --prefix build/sanitized/installed >/dev/null
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so.6)" \
 		ASAN_OPTIONS=detect_leaks=0 \
-		TRUNKLINE_NATIVE_LIBRARY=build/sanitized/_native.so $(BIN)/python -m pytest -q --capture=sys \
-		-n 2 -m "sanitized and not soak" tests/kernels
+		TRUNKLINE_NATIVE_LIBRARY=build/sanitized/_native.so \
+		TRUNKLINE_NAMES_LIBRARY=build/sanitized/installed/trunkline/kvstore/_names.so $(BIN)/python -m pytest -q --capture=sys \
+		-n 2 -m "sanitized and not soak" tests/kernels $(NAMES)
 
 # Tensors lie in memory that the sanitizer's allocator has made, so a kernel that leaves one is noticed.
 EMULATED ?= $(addprefix tests/kernels/test_,cuda.py cuda_layers.py cuda_sampling.py cuda_workspace.py experts.py live_plan.py \

@@ -19,6 +19,8 @@ import seeds
 from spreading import Spreading, in_order, prepare, tell
 from watched import watched
 
+import trunkline
+
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 """Torch's threads wait asleep, in processes that tests start as well. Where another test has the core of one, the
 others would spin for it: tests of adapters by the reference on two threads took five times as much of the CPUs."""
@@ -26,6 +28,11 @@ os.environ |= {"SSL_CERT_FILE": str(Path(__file__).with_name("authority.pem")), 
 """The certificate of one authority, whose key nobody has. Clients of httpx read all that there are when they are
 made, which took 21 ms for each, more than most requests of these tests; object stores' clients need one. No test
 speaks TLS to a server that an authority vouches for."""
+if built := os.environ.get("TRUNKLINE_NAMES_LIBRARY"):
+    # Another build of the library of names, as the one with sanitizers: it is looked for in the packages' folders.
+    assert Path(built).parts[-3:] == ("trunkline", "kvstore", "_names.so"), built
+    assert Path(built).exists(), built
+    trunkline.__path__.insert(0, str(Path(built).parents[1]))
 SLEEP_S_MAX = 0.02
 """An unmarked test may give way to another thread, not wait for the clock."""
 CHOICE = pytest.StashKey[str]()

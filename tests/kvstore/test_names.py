@@ -12,6 +12,8 @@ from trunkline.kvstore import chunks
 from trunkline.kvstore.chunks import NAME_BYTES, chain, chunk_name
 from trunkline.kvstore.native_names import write_names
 
+pytestmark = pytest.mark.sanitized
+
 
 def one_by_one(start: bytes, tokens: bytes, size: int, marker: bytes) -> list[bytes]:
     names = [start]

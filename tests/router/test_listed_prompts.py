@@ -16,6 +16,8 @@ from trunkline.router.http.body import parse_json_object
 from trunkline.router.http.listed_prompts import parse_body
 from trunkline.router.text.token_ids import TokenIds
 
+pytestmark = pytest.mark.sanitized
+
 needs_library = pytest.mark.skipif(library is None, reason="the compiled library does not run here")
 BODIES = (
     b'{"prompt": [1, 2, 3], "max_tokens": 4}',

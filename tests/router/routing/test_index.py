@@ -15,6 +15,8 @@ from trunkline.router.routing.index import DEVICE, DISK, EXPECT_SECONDS, EXPECTE
 from trunkline.router.routing.name_table import SHARDS, DictTable, NameTable, row_bytes
 from trunkline.router.routing.native_table import NativeTable
 
+pytestmark = pytest.mark.sanitized
+
 TOLD = 0b111
 TABLES: list[type[NameTable]] = [DictTable] if library is None else [DictTable, NativeTable]
 
