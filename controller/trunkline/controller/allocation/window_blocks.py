@@ -12,7 +12,6 @@ from trunkline.controller.cache.thin_blocks import ThinPool
 from trunkline.controller.cache.thin_cache import ThinCache
 from trunkline.controller.cache.window_cache import WindowCache
 from trunkline.controller.sequences.sequence import PrefixMatch, Sequence
-from trunkline.kvstore.chunks import NO_BLOCK
 from trunkline.kvstore.window_share import LoadedLayers
 
 
@@ -31,7 +30,7 @@ class AbsentChunks(NamedTuple):
         layers with a window."""
         placed = dict[Node, LoadedLayers]()
         for node in path[behind:]:
-            if node.block == NO_BLOCK:
+            if not node.on_device:
                 placed[node] = LoadedLayers.ALL
         if not isinstance(tree, ThinCache):
             return cls(placed, [])

@@ -13,7 +13,6 @@ from trunkline.controller.cache.radix_tree import Match, Node
 from trunkline.controller.cache.thin_cache import ThinCache
 from trunkline.controller.cache.window_cache import WindowCache
 from trunkline.controller.sequences.sequence import PrefixMatch, Sequence, Stem
-from trunkline.kvstore.chunks import NO_BLOCK
 
 
 def match_window(tree: WindowCache, root: Node, sequence: Sequence, stop: int, step: int) -> PrefixMatch:
@@ -103,7 +102,7 @@ def split_at_far(
 
     def is_near(index: int, node: Node) -> bool:
         # Before what can be used with a window, others may be computing chunks that are not seen from there.
-        return node.ready_step < step and (node.block != NO_BLOCK or (index < load_entries and node.host_ready))
+        return node.ready_step < step and (node.is_loadable if index < load_entries else node.on_device)
 
     def is_loaded(index: int, node: Node) -> bool:
         return index < load_entries and node.host_ready

@@ -331,6 +331,8 @@ class RadixCache(RadixTree):
         self._note_idle(parent)
         return block
 
+    # Every chunk of a path comes here at its request's start and end, so both spell out what `super()` does.
+
     def _now_active(self, node: Node) -> None:
         self.active_count += 1
         self.evictable -= node.block != NO_BLOCK
