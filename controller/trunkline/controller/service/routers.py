@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 import msgspec
@@ -34,6 +35,8 @@ NUMBER_MASK: Final = (1 << ROUTER_SHIFT) - 1
 MESSAGES_PER_TURN_MAX: Final = 1024
 """Largest number of messages read in one turn, so that a router that sends too many cannot delay the workers' next
 plan."""
+LOOKS_WITHIN_S: Final = 2.0
+"""Longest part of the time between two looks that counts as silence; the service looks once a second."""
 
 
 @dataclass(slots=True)
@@ -132,6 +135,7 @@ class Routers:
         self._by_identity: dict[bytes, _Router] = {}
         self._by_index: dict[int, _Router] = {}
         self._next_index = 1
+        self._looked_at = inf
         self._shares = _Shares(_NONE, _NONE, [])
         """How the rows of the last step are divided between routers."""
         self._encoder = msgspec.msgpack.Encoder()
@@ -193,11 +197,23 @@ class Routers:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            router.last_heard = float("-inf")
+            router.last_heard = -inf
 
     def indices(self) -> list[int]:
         """Return the indices of all routers that are known."""
         return list(self._by_index)
+
+    def look(self, now: float) -> None:
+        """Note that messages were read at this time.
+
+        Of a time between two looks, what is beyond `LOOKS_WITHIN_S` is no silence of the routers: this process
+        itself stood still, and what they have sent meanwhile may not have reached the socket yet.
+        """
+        late = now - self._looked_at - LOOKS_WITHIN_S
+        self._looked_at = now
+        if late > 0.0:
+            for router in self._by_index.values():
+                router.last_heard = min(now, router.last_heard + late)
 
     def silent(self, now: float, seconds_max: float) -> list[int]:
         """Return the indices of the routers that have sent nothing for longer than this."""

@@ -273,8 +273,8 @@ class ControllerService:
             self._handle(router, message, now)
 
     def _forget_silent_routers(self, now: float) -> None:
-        """Give up routers that are gone. Call this once their messages are read: while this process itself was
-        stopped, these have waited."""
+        """Give up routers that are gone. Call this once their messages are read."""
+        self.routers.look(now)
         for router in self.routers.silent(now, self.config.router_silence_seconds_max):
             self.routers.forget(router)
             self._leaving.wait.gone(router, len(self.routers.indices()), now)
