@@ -92,13 +92,14 @@ class PagesAhead:
         """Bytes up to the end of the memory that was taken or is in use."""
         self._used_before = 0
         """What `_used` was when memory was last ahead as wanted."""
+        self._burst = 0
+        """The most bytes that came into use between two times when memory was ahead as wanted."""
 
     @property
     def is_short(self) -> bool:
-        """Whether less is taken ahead than came into use since it last was enough, within `AHEAD_BYTES` and
-        `MOST_AHEAD_BYTES`."""
-        wanted = min(max(self._used - self._used_before, AHEAD_BYTES), MOST_AHEAD_BYTES)
-        return self._lacks(wanted)
+        """Whether less is taken ahead than ever came into use between two times when it was enough, within
+        `AHEAD_BYTES` and `MOST_AHEAD_BYTES`."""
+        return self._lacks(min(max(self._burst, AHEAD_BYTES), MOST_AHEAD_BYTES))
 
     @property
     def is_bare(self) -> bool:
@@ -112,6 +113,7 @@ class PagesAhead:
         """Note the numbers of items that are in use now."""
         self._used = max(self._used, (int(items.max(initial=-1)) + 1) * self._item_bytes)
         self._taken = max(self._taken, self._used)
+        self._burst = max(self._burst, self._used - self._used_before)
 
     def take(self) -> None:
         """Take the memory up to the end of the next large page."""
