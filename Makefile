@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CSRC = $(shell find kernels/trunkline/kernels/csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 NATIVE := CMakeLists.txt $(wildcard $(addprefix kernels/trunkline/kernels/csrc/,common/* cpu/*.h cpu/*.cc cpu/levels/* names/*))
 
-.PHONY: help setup serve chat test test-all check check-native check-emulation check-cuda wheel gpu-kit format docs demo-model pins clean
+.PHONY: help setup serve chat test test-all check check-native check-threads check-emulation check-cuda wheel gpu-kit format docs demo-model pins clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -75,6 +75,18 @@ check-native: $(STAMP) ## Compile the CPU libraries with warnings as errors and 
 		TRUNKLINE_NATIVE_LIBRARY=build/sanitized/_native.so \
 		TRUNKLINE_NAMES_LIBRARY=build/sanitized/installed/trunkline/kvstore/_names.so $(BIN)/python -m pytest -q --capture=sys \
 		-n 2 -m "sanitized and not soak" tests/kernels $(NAMES)
+
+# The code of threads is the same at all levels. What ranks share is not followed: they are processes. Addresses are
+# not drawn at random (setarch): some that the kernel may draw are the sanitizer's own.
+THREADED ?= $(addprefix tests/kernels/test_,decode.py dense.py grouped.py live_plan.py pool.py prefill.py sampling.py)
+check-threads: $(STAMP) ## Compile the CPU library with the thread sanitizer, run the tests of its threads
+	$(BIN)/cmake -S . -B build/threads -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_BUILD_TYPE=Debug \
+		-DTRUNKLINE_SANITIZE=thread -DTRUNKLINE_LEVELS=0 >/dev/null
+	$(BIN)/cmake --build build/threads -j 2
+	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libtsan.so)" \
+		TSAN_OPTIONS="halt_on_error=1 ignore_noninstrumented_modules=1 report_thread_leaks=0" \
+		TRUNKLINE_NATIVE_LIBRARY=build/threads/_native.so setarch -R $(BIN)/python -m pytest -q --capture=sys \
+		-n 2 -k "not cuda" -m "not soak" $(THREADED)
 
 # Tensors lie in memory that the sanitizer's allocator has made, so a kernel that leaves one is noticed.
 EMULATED ?= $(addprefix tests/kernels/test_,cuda.py cuda_layers.py cuda_sampling.py cuda_workspace.py experts.py live_plan.py \
