@@ -113,8 +113,10 @@ def test_a_fork_server_that_dies_is_not_needed(supervisor: Supervisor, tmp_path:
     """What it was asked for is started by its command line, and the next worker has another fork server. The same
     happens if it answers that its program is not the present one."""
     for refuses in (False, True):
-        worker = supervisor.fork(tmp_path / "none")
+        supervisor.forks._running()
         server = supervisor.server
+        server.send_signal(signal.SIGSTOP)  # or it might make the worker before it dies
+        worker = supervisor.fork(tmp_path / "none")
         if refuses:
             supervisor.forks._answered(supervisor.forks._unborn.popleft(), 0)
         else:
@@ -125,9 +127,10 @@ def test_a_fork_server_that_dies_is_not_needed(supervisor: Supervisor, tmp_path:
         assert server.returncode == -signal.SIGKILL
 
 
-def test_what_a_worker_leaves_behind_is_reaped(supervisor: Supervisor) -> None:
+def test_what_a_worker_leaves_behind_is_reaped(supervisor: Supervisor, tmp_path: Path) -> None:
     """A child of a worker that ends while another one is made becomes the supervisor's."""
-    worker = ForkedWorker(["/bin/sh", "-c", "sleep 0.3 & exit 3"])
+    os.mkfifo(fifo := tmp_path / "fifo")
+    worker = ForkedWorker(["/bin/sh", "-c", f"(: < {fifo}) & exit 3"])
     supervisor.forks._made.append(worker)
     forks._adopt_orphans(True)
     try:
@@ -138,6 +141,7 @@ def test_what_a_worker_leaves_behind_is_reaped(supervisor: Supervisor) -> None:
     assert worker.returncode == 3
     supervisor.forks.reap()
     assert worker in supervisor.forks._made, "its child runs, and is this process's"
+    fifo.open("wb").close()  # the child has read all that there is
 
     def is_forgotten() -> bool:
         supervisor.forks.reap()

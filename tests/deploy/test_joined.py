@@ -22,6 +22,12 @@ from trunkline.router.membership.records_source import Registration, registratio
 Found = Callable[[], dict[str, Registration]]
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a group waits for its last words for as long as a busy disk may take."""
+    monkeypatch.setattr("trunkline.deploy.node.joined._LEAVE_S", 60.0)
+
+
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     return f"sqlite:{tmp_path / 'records.sqlite'}"

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import zmq
 from deploy.controlled import control_server
+from deploy.waiting import free_ports
 
 from trunkline.controller.messages import Ping, RouterRequest, Submit
 from trunkline.deploy.config.node_settings import Kind, NodeSettings
@@ -160,8 +161,7 @@ def test_strangers_do_not_keep_others_from_asking(status: Status, monkeypatch: p
 
 
 def test_a_part_that_reads_its_model_lives_and_has_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_ports()
     told: list[int] = []
 
     def read_for_minutes(*_: object, **__: object) -> NoReturn:

@@ -197,11 +197,20 @@ def test_a_program_that_cannot_be_spawned_leaves_no_other_behind() -> None:
 
 def test_a_chatty_child_neither_blocks_nor_is_cut() -> None:
     text, port = "x" * 300_000, free_ports()
-    recorder = Recorder(signal_self(signal.SIGTERM))
+
+    def said(recorder: Recorder) -> str:
+        return "".join(line for name, line in recorder.lines if name == "worker")
+
+    def stop_when_all_is_said(recorder: Recorder) -> None:
+        """On a busy machine the router may answer before the worker has begun."""
+        wait_for(lambda: len(said(recorder)) >= len(text))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    recorder = Recorder(lambda it: threading.Thread(target=stop_when_all_is_said, args=[it], daemon=True).start())
     # The argument list has a limit, so a shell makes the long line.
     shell = ("sh", "-c", f"head -c {len(text)} /dev/zero | tr '\\0' x; echo; exec sleep 60")
     assert run(recorder, [ChildSpec(Member("worker", Role.WORKER), shell), *cluster(port)[1:]], port=port) == 0
-    assert "".join(line for name, line in recorder.lines if name == "worker") == text
+    assert said(recorder) == text
 
 
 def test_children_die_with_a_killed_supervisor() -> None:

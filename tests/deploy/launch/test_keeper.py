@@ -54,7 +54,8 @@ def test_a_unit_that_dies_is_started_again(tmp_path: Path) -> None:
         assert "it is started again in 0 s" in kept.log
         assert "it is started again in 1 s" in kept.log
         kept.terminate()
-        assert kept.until(lambda state: state.state == "stopped").exit_code == 1
+        # A slow test may find it started once more by then.
+        assert kept.until(lambda state: state.state == "stopped").exit_code in (1, -signal.SIGTERM)
         kept.process.wait()
         assert len((kept.folder.path / "times").read_text()) >= 2
 
