@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,31 +30,38 @@ def whole(value: float) -> str:
 
 @contextmanager
 def running_request(dashboard: Dashboard, session: str) -> Iterator[None]:
-    """A stream that goes on until it is left; begun when this returns."""
+    """A stream that has begun, and goes on until it is left: its worker stands still, since a page on a busy
+    machine takes longer than so many tokens."""
+    workers = [pid for name, pid in dashboard.cluster.pids.items() if name.startswith("worker")]
     begun, leave = threading.Event(), threading.Event()
 
     def read() -> None:
         body = {
-            "messages": [{"role": "user", "content": "Count."}],
+            "messages": [{"role": "user", "content": "Count. " * 100}],  # longer than a chunk
             "session_id": session,
-            "max_tokens": 1900,
+            "max_tokens": 1000,
             "ignore_eos": True,
             "stream": True,
         }
         url = f"{dashboard.cluster.url}/v1/chat/completions"
         with httpx.stream("POST", url, json=body, headers=dashboard.cluster.admin_headers, timeout=60.0) as answer:
-            for _ in answer.iter_lines():
-                begun.set()
+            for line in answer.iter_lines():
+                if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["delta"].get("content"):
+                    begun.set()
                 if leave.is_set():
                     return
 
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        assert begun.wait(30.0)
+        assert begun.wait(60.0)
+        for pid in workers:
+            os.kill(pid, signal.SIGSTOP)
         yield
     finally:
         leave.set()
+        for pid in workers:
+            os.kill(pid, signal.SIGCONT)
         reader.join()
 
 
