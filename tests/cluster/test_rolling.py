@@ -131,19 +131,20 @@ async def one_router_dies(cluster: Cluster, view: View) -> None:
 
     @asynccontextmanager
     async def at(index: int, key: str) -> AsyncIterator[Stream]:
-        """A stream through this router: the other one does not accept anybody for a moment."""
+        """A stream through this router: the other one stands still, and neither accepts anybody nor goes on."""
         os.kill(pids[1 - index], signal.SIGSTOP)
+        os.kill(pids[index], signal.SIGCONT)
         try:
             async with streaming(cluster, key) as stream:
                 await stream.read(10)
-                os.kill(pids[1 - index], signal.SIGCONT)
-                assert stream.is_served_by(pids[index])
                 yield stream
         finally:
             if psutil.pid_exists(pids[1 - index]):
                 os.kill(pids[1 - index], signal.SIGCONT)
 
     async with at(0, "breaks") as broken, at(1, "lives") as other:
+        assert broken.is_served_by(pids[0])
+        assert other.is_served_by(pids[1])
         os.kill(pids[0], signal.SIGKILL)
         with pytest.raises(httpx.HTTPError):
             await broken.read()
