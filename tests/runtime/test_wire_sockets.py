@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import socket as sockets
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,29 @@ def test_nobody_gets_in_before_the_gate_is_open(connect: Connect, keys: str) -> 
         assert connect(WirePeer(keys), endpoint).verdict() != ""
         client.socket.send(b"who is in stays in")
         assert router.poll(20_000)
+
+
+def test_strangers_before_the_gate_is_open_neither_stop_the_traffic_nor_its_closing() -> None:
+    """Nobody reads their events then, and of a monitor's events libzmq keeps only 2,000 by itself."""
+    context: Context = zmq.Context()
+    gate, router = Gate(context), context.socket(zmq.ROUTER)
+    gate.bind(router, ANY, Role.ROUTER, MESSAGE_BYTES_MAX)
+    host, port = gate.ports[0].endpoint.removeprefix("tcp://").split(":")
+    for _ in range(700):  # each comes, fails and goes
+        sockets.create_connection((host, int(port)), timeout=20).close()
+    friend = context.socket(zmq.DEALER)
+    friend.connect(gate.ports[0].endpoint)
+    friend.send(b"hello")
+    try:
+        assert router.poll(20_000)
+    finally:  # what waits for ever would also keep the test's process
+        closing = threading.Thread(target=gate.close, daemon=True)
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive()
+    for socket in (friend, router):
+        socket.close(linger=0)
+    context.term()
 
 
 def test_keys_change_while_all_runs(server: Server, connect: Connect, keys: str, tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ class Gate:
             socket.curve_secretkey = own.secret.encode()
             socket.set(zmq.ZAP_DOMAIN, role.encode())
             socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        monitor = socket.get_monitor_socket(_EVENTS)
+        monitor = self._monitor(socket)
         try:
             _bind(socket, endpoint)
         except zmq.ZMQError:
@@ -254,6 +254,17 @@ class Gate:
         port = Port(socket, socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self.ports.append(port)
         self._monitors[monitor] = port
+
+    def _monitor(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+        """Return the socket on which another one's events come. Its queue has no limit: at one, libzmq's I/O
+        thread, on which all traffic depends, would wait for the reader, and there is none before the gate is
+        open."""
+        address = f"inproc://monitor-{len(self.ports)}-{id(self):x}"
+        socket.monitor(address, _EVENTS)
+        monitor = self.context.socket(zmq.PAIR)
+        monitor.set(zmq.RCVHWM, 0)
+        monitor.connect(address)
+        return monitor
 
     def _guard(self) -> None:
         """Open the socket on which libzmq asks about peers."""
