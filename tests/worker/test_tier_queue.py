@@ -83,9 +83,9 @@ def test_closing_begins_nothing_more() -> None:
     tasks.put(hang, is_write=False)
     assert begun.wait(DEADLINE_S)
     tasks.put(late.set, is_write=False)
-    tasks.close(0.01)  # does not wait for what hangs
+    assert not tasks.close(0.01), "it does not wait for what hangs"
     go_on.set()
-    tasks.close(DEADLINE_S)
+    assert tasks.close(DEADLINE_S)
     assert not late.is_set()
 
 

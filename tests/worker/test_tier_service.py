@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from worker.tier_driver import DEADLINE_S, HeldKernels, Traveller, moves, wait_u
 
 from trunkline.controller.reports import MoveOutcome, Probed
 from trunkline.kvstore.chunks import NAME_BYTES
-from trunkline.kvstore.tier import TierKind
+from trunkline.kvstore.tier import SlotKey, TierKind
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import ForgetChunks, Probe, TierMove, TierMoves
@@ -237,6 +238,30 @@ def test_failures_are_answered(bench: MakeBench, monkeypatch: pytest.MonkeyPatch
     assert one.statuses((TierKind.DISK, True, 0, 0)) == [0]
     with pytest.raises(PlanError, match="host slot 9999"):
         one.move((TierKind.DISK, True, 9999, 0))
+
+
+def test_closing_leaves_a_tier_open_that_is_still_written(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread would write to a file descriptor that may be another file's by now."""
+    one = bench()
+    one.traveller.prefill()
+    one.traveller.leave(saves=SAVED, save_fence=2)
+    disk = one.tiers._served[TierKind.DISK].tier
+    begun, go_on, write = threading.Event(), threading.Event(), disk.write
+
+    def wait_and_write(key: SlotKey, data: memoryview) -> None:
+        begun.set()
+        assert go_on.wait(DEADLINE_S)
+        write(key, data)
+
+    monkeypatch.setattr(disk, "write", wait_and_write)
+    monkeypatch.setattr("trunkline.worker.tiers.tier_service._CLOSE_WITHIN_S", 0.01)
+    moved = one.move((TierKind.DISK, True, 0, 0))
+    assert begun.wait(DEADLINE_S)
+    one.tiers.close()
+    go_on.set()
+    assert [(outcome.status, outcome.detail) for outcome in one.outcomes(moved)] == [(0, "")]
 
 
 def test_probes_are_answered_whatever_a_store_does(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,13 +70,14 @@ class TierQueue:
             (self._writes if is_write else self._reads).append(task)
             self._changed.notify()
 
-    def close(self, within_s: float) -> None:
-        """Begin no more tasks; wait a moment for those that have begun."""
+    def close(self, within_s: float) -> bool:
+        """Begin no more tasks; wait a moment for those that have begun. Return whether all have ended."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(within_s / len(self._threads))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _serve(self) -> None:
         while True:

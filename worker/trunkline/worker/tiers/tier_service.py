@@ -192,14 +192,15 @@ class TierService:
         served.queue.put(delete, is_write=True)
 
     def close(self) -> None:
-        """Begin no more moves, and close the tiers."""
+        """Begin no more moves, and close the tiers, except those that still carry a move out: the descriptor of a
+        file that is closed under a thread may be another file's when the thread writes."""
         if self._exporter is not None:
             self._exporter.close()
         if self._peers is not None:
             self._peers.close()
         for served in self._served.values():
-            served.queue.close(_CLOSE_WITHIN_S)
-            served.tier.close()
+            if served.queue.close(_CLOSE_WITHIN_S):
+                served.tier.close()
         self._served.clear()
 
     def _exchange(self, config: WorkerConfig, copier: Copier, shard: HeadShard) -> None:
