@@ -338,6 +338,22 @@ def test_a_full_disk_costs_nothing_once_there_is_room_again(path: Path) -> None:
     index.close()
 
 
+def test_a_statement_that_cannot_be_carried_out_does_not_end_the_thread(path: Path) -> None:
+    """Not all errors of a statement are SQLite's: of a damaged file, it may quote bytes that are no text."""
+    index = TierIndex.open(path, FINGERPRINT)
+    index.root(ROOT, b"")
+    index.stored(chunk(1, 1))
+    index.stored(chunk(1 << 63, 2))
+    assert not index.flush()
+    assert "too large" in index.problem
+    index.database.write(("slot", 1 << 63), "SELECT 1", ())  # in its place
+    assert index.flush()
+    assert index.problem == ""
+    index = reopened(index)
+    assert [c.slot for c in index.load(slots=300, now=0.0).chunks] == [1]
+    index.close()
+
+
 _WRITER = """
 import sys
 import threading

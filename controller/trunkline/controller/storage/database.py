@@ -205,10 +205,10 @@ class Database:
             for entry in batch.values():
                 self._connection.execute(entry.statement, entry.parameters)
             self._connection.execute("COMMIT")
-        except sqlite3.Error as error:
-            with suppress(sqlite3.Error):
+        except Exception as error:  # noqa: BLE001 (whatever it is, later statements wait for this thread)
+            with suppress(*UNREADABLE):
                 self._connection.execute("ROLLBACK")
-            return str(error)
+            return str(error) or type(error).__name__
         return ""
 
     def _note(self, problem: str) -> None:
