@@ -196,8 +196,13 @@ def test_refusals_are_not_kept(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_lets_go_of_its_key(
-    router: RunningRouter, http: httpx.Client, fake: FakeController, stream: bool
+    router: RunningRouter,
+    http: httpx.Client,
+    fake: FakeController,
+    monkeypatch: pytest.MonkeyPatch,
+    stream: bool,
 ) -> None:
+    monkeypatch.setattr("trunkline.router.http.idempotency.LEASE_SECONDS", 600.0)  # it does not end by itself
     key = f"left {stream}"
     fake.behaviour.hold = True
     with pytest.raises(httpx.ReadTimeout):
