@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from trunkline.deploy.cli.app import app
 from trunkline.deploy.config.machine import Gpus
 from trunkline.deploy.config.node_settings import Kind
 from trunkline.deploy.supervisor import run_folder
+from trunkline.deploy.supervisor.control import ControlError
+from trunkline.deploy.supervisor.members import Command, Reply
 from trunkline.deploy.supervisor.run_folder import Running
 from trunkline.deploy.watch import screen as screens
 from trunkline.deploy.watch.checks import Level, examine
@@ -24,7 +27,6 @@ from trunkline.deploy.watch.facts import (
     Look,
     Machine,
     Probe,
-    Source,
     loose_files,
     machine_facts,
 )
@@ -322,26 +324,47 @@ def test_of_the_parts_on_this_machine_a_router_is_asked(monkeypatch: pytest.Monk
         Path("/w"): Running(0, "tcp://10.0.0.1:7400", "", 2, Kind.WORKERS),
     }
     monkeypatch.setattr(run_folder, "running_clusters", lambda: parts)
-    assert Source(key="").url == "http://127.0.0.1:8000"
+    assert run_folder.server_url() == "http://127.0.0.1:8000"
     parts[Path("/r")] = Running(8001, "http://127.0.0.1:8001", "", 3, Kind.ROUTER)
-    assert Source(key="").url == "http://127.0.0.1:8001"
+    assert run_folder.server_url() == "http://127.0.0.1:8001"
     parts[Path("/c")] = Running(8002, "http://127.0.0.1:8002", "", 4)
     with pytest.raises(run_folder.ClusterNotFoundError, match="ports 8001, 8002"):
-        Source(key="")
+        run_folder.server_url()
+    with pytest.raises(run_folder.ClusterNotFoundError, match="no cluster of yours serves on port 7400"):
+        run_folder.server_url(7400)
 
 
-@pytest.mark.parametrize("command", [["chat"], ["schema", "list"], ["top", "--once"], ["doctor"]])
+def ask_nobody(path: Path, _: Command) -> list[Reply]:
+    raise ControlError(f"asked http://127.0.0.1:{'-cd'.index(path.parent.name)}")
+
+
+@pytest.mark.parametrize("command", [["chat"], ["schema", "list"], ["top", "--once"], ["doctor"], ["status"]])
 def test_commands_find_the_cluster_that_runs_here(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
     parts = {Path("/c"): Running(1, "http://127.0.0.1:1", "", 4)}
     monkeypatch.setattr(run_folder, "running_clusters", lambda: parts)
     monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr("trunkline.deploy.cli.cluster_cli.ask", ask_nobody)
     told = CliRunner().invoke(app, command)
-    assert told.exit_code == 1
-    assert "http://127.0.0.1:1" in told.output
+    assert (told.exit_code, "http://127.0.0.1:1" in told.output) == (1, True), told.output
     parts[Path("/d")] = Running(2, "http://127.0.0.1:2", "", 5)
     told = CliRunner().invoke(app, command)
     assert told.exit_code == 1
-    assert "several clusters run here, on ports 1, 2; say which with --url" in told.output
+    assert "several clusters run, on ports 1, 2; say which with --port" in told.output
+    for words in (["--port", "2"], ["--url", "http://127.0.0.1:2/"], ["--url", "http://localhost:2"]):
+        told = CliRunner().invoke(app, [*command, *words])
+        assert (told.exit_code, re.findall(r"(?:127\.0\.0\.1|localhost):(\d+)", told.output)[:1]) == (1, ["2"])
+    told = CliRunner().invoke(app, [*command, "--port", "3"])
+    assert (told.exit_code, "serves on port 3; there are some on 1, 2" in told.output) == (1, True), told.output
+    told = CliRunner().invoke(app, [*command, "--port", "2", "--url", "http://127.0.0.1:2"])
+    assert (told.exit_code, "--url and --port say the same" in told.output) == (2, True), told.output
+
+
+def test_status_is_asked_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "running_clusters", dict)
+    monkeypatch.setenv("COLUMNS", "300")
+    for url in ("https://llm.example.com", "nonsense", "http://[::1"):
+        told = CliRunner().invoke(app, ["status", "--url", url])
+        assert (told.exit_code, f"{url} is no address on this machine" in told.output) == (2, True), told.output
 
 
 @pytest.mark.parametrize("name", ["top", "doctor"])

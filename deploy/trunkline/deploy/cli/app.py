@@ -19,7 +19,7 @@ from trunkline.deploy.cli import (
     sizing_cli,
     watch_cli,
 )
-from trunkline.deploy.cli.option_commands import NUMBER, WHOLE, run
+from trunkline.deploy.cli.option_commands import NUMBER, WHOLE, Port, Url, run
 from trunkline.deploy.cli.serving import HOSTS, START, new_app
 
 RUNNING: Final = "A cluster that runs on this machine"
@@ -76,9 +76,8 @@ def root(
 
 @app.command(rich_help_panel=START)
 def chat(
-    url: Annotated[
-        str | None, typer.Option(help="Address of the server. Default: the cluster that runs on this machine.")
-    ] = None,
+    port: Port = None,
+    url: Url = "",
     model: Annotated[
         str | None, typer.Option(help="Name of the model. Default: the first that is served.")
     ] = None,
@@ -104,6 +103,7 @@ def chat(
     echo "What does os.path.join do?" | trunkline chat --temperature 0
     """
     options = chat_client.ChatOptions(
+        port=port,
         url=url,
         model=model,
         system=system,

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from trunkline.deploy.config.option_values import check_range
 from trunkline.deploy.errors import DeployError
-from trunkline.deploy.supervisor.run_folder import client_headers, local_url
+from trunkline.deploy.supervisor.run_folder import client_headers, server_url
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  (importing it gives `input` history and line editing)
@@ -32,8 +32,9 @@ _PROMPT: Final = "> "
 class ChatOptions:
     """The options of `trunkline chat`. None: the server's default."""
 
-    url: str | None = None
-    """The server's address; None: `run_folder.local_url`."""
+    port: int | None = None
+    url: str = ""
+    """Port or address of the server (`run_folder.server_url`)."""
     model: str | None = None
     system: str = ""
     max_tokens: int | None = None
@@ -147,10 +148,10 @@ def chat(options: ChatOptions) -> int:
     console = Console(stderr=True, highlight=False)
     interactive = sys.stdin.isatty()
     timeout = httpx.Timeout(10.0, read=600.0)  # a queue may be long; silence for ten minutes is not
-    url = options.url or local_url()
+    url = server_url(options.port, options.url)
     headers = client_headers(url, options.api_key_file)
     with _mapped_errors(url):
-        opened = httpx.Client(base_url=url.rstrip("/"), timeout=timeout, headers=headers)
+        opened = httpx.Client(base_url=url, timeout=timeout, headers=headers)
     with opened as client:
         session = Session(client, options.model or _first_model(client), options)
         if interactive:

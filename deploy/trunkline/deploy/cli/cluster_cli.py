@@ -17,17 +17,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trunkline.deploy.cli.option_commands import WHOLE, run
+from trunkline.deploy.cli.option_commands import WHOLE, Port, run
 from trunkline.deploy.config.option_values import check_range, format_duration
 from trunkline.deploy.config.settings import GROUPS_MAX
 from trunkline.deploy.errors import DeployError, UserError
 from trunkline.deploy.supervisor.control import ControlError, ask
 from trunkline.deploy.supervisor.members import Command, Reply
-from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET, Running, admin_key, client_key, find_cluster
+from trunkline.deploy.supervisor.run_folder import (
+    CONTROL_SOCKET,
+    Running,
+    admin_key,
+    client_key,
+    find_cluster,
+    local_port,
+    server_url,
+)
 
-Port = Annotated[
-    int | None, typer.Option(help="Port of the cluster. Default: the only cluster that runs here.", **WHOLE)
-]
 _Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it is done.")]
 _STYLES = {
     "ready": "green",
@@ -45,6 +50,7 @@ class RefusedError(DeployError):
 
 def status(
     port: Port = None,
+    url: Annotated[str, typer.Option(help="Address of the cluster, instead of its port.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Show the processes of a running cluster.
@@ -55,7 +61,7 @@ def status(
 
     trunkline status --json | jq '.groups'
     """
-    running, answer = run(lambda: _status(port))
+    running, answer = run(lambda: _status(local_port(port, url)))
     if as_json:
         typer.echo(json.dumps({**msgspec.to_builtins(running), **answer}, indent=2))
         return
@@ -251,9 +257,7 @@ def flush(port: Port = None, url: Url = "", api_key_file: KeyFile = "") -> None:
 def admin_server(port: int | None, url: str, api_key_file: str) -> tuple[str, str]:
     """Return the address of a cluster's router, and the key of an admin."""
     if url:
-        if port is not None:
-            raise UserError("--url and --port say the same; give one of them")
-        return url.rstrip("/"), client_key(url, api_key_file)
+        return server_url(port, url), client_key(url, api_key_file)
     folder, running = find_cluster(port)
     if not running.url.startswith("http"):
         raise UserError(f"{running.title} speaks no HTTP; give the address of a router with --url")

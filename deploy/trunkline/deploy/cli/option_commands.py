@@ -107,6 +107,11 @@ WHOLE: Final[dict[str, Any]] = {"parser": _whole, "metavar": "<int>"}
 NUMBER: Final[dict[str, Any]] = {"parser": _number, "metavar": "<float>"}
 """The same for other numbers."""
 
+Port = Annotated[
+    int | None, typer.Option(help="Port of the cluster. Default: the only cluster that runs here.", **WHOLE)
+]
+Url = Annotated[str, typer.Option(help="Address of the server. Default: the cluster that runs on this machine.")]
+
 
 class HintingCommand(TyperCommand):
     """A command that answers options of other servers with the name that they have here."""

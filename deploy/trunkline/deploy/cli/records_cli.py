@@ -12,8 +12,8 @@ from urllib.parse import urlencode
 import typer
 from rich.console import Console
 
-from trunkline.deploy.cli.cluster_cli import KeyFile, Port, Url, admin_server, post_as_admin
-from trunkline.deploy.cli.option_commands import run
+from trunkline.deploy.cli.cluster_cli import KeyFile, Url, admin_server, post_as_admin
+from trunkline.deploy.cli.option_commands import Port, run
 from trunkline.deploy.config.option_values import check_records_url, format_bytes, redacted
 from trunkline.deploy.config.record_files import PATIENCE_S, old_files, plan_records, take_over
 from trunkline.deploy.config.settings import ServeSettings

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trunkline.deploy.cli.option_commands import WHOLE, run
+from trunkline.deploy.cli.option_commands import WHOLE, Port, Url, run
 from trunkline.deploy.cli.pml_sources import Source, counting, read_source
 from trunkline.deploy.errors import DeployError, UserError
-from trunkline.deploy.supervisor.run_folder import client_key, local_url
+from trunkline.deploy.supervisor.run_folder import client_key, server_url
 from trunkline.prompts import Client, PmlRequestError, Schema, SchemaEntry, TrunklineError
 from trunkline.router import pml
 
@@ -26,10 +26,6 @@ app = typer.Typer(
     help="Check prompt schemas, and manage those of a server.",
 )
 
-Url = Annotated[
-    str | None,
-    typer.Option("--url", help="Address of the server. Default: the cluster that runs on this machine."),
-]
 Salt = Annotated[str | None, typer.Option("--cache-salt", help="Schemas of this salt only.")]
 Model = Annotated[
     str | None,
@@ -45,15 +41,16 @@ Scope = Annotated[
 ]
 
 
-def _client(url: str | None, model: str | None = None) -> Client:
-    at = url or local_url()
+def _client(port: int | None, url: str, model: str | None = None) -> Client:
+    at = server_url(port, url)
     return Client(at, model=model, api_key=client_key(at) or None)
 
 
 @app.command()
 def add(
     file: Annotated[str, typer.Argument(help="A schema: XML, or JSON if it ends in .json.", metavar="FILE")],
-    url: Url = None,
+    port: Port = None,
+    url: Url = "",
     model: Annotated[str | None, typer.Option(help="Name of a served model. Default: the first.")] = None,
     ttl: Annotated[
         int | None, typer.Option(help="Seconds after its last use when the server forgets it; 0: never.", **WHOLE)
@@ -74,7 +71,7 @@ def add(
         sent = source.value() if source.is_json else source.text
         with (
             _mapped_errors(source),
-            _client(url, model) as client,
+            _client(port, url, model) as client,
         ):
             schema = client.schemas.create(
                 sent,
@@ -90,11 +87,11 @@ def add(
 
 
 @app.command("list")
-def list_schemas(url: Url = None, cache_salt: Salt = None) -> None:
+def list_schemas(port: Port = None, url: Url = "", cache_salt: Salt = None) -> None:
     """List the schemas of a server."""
 
     def show() -> None:
-        with _mapped_errors(), _client(url) as client:
+        with _mapped_errors(), _client(port, url) as client:
             entries = list(client.schemas.list(cache_salt=cache_salt))
         show_list(_out(), entries)
 
@@ -104,13 +101,14 @@ def list_schemas(url: Url = None, cache_salt: Salt = None) -> None:
 @app.command()
 def show(
     name: Annotated[str, typer.Argument(help="Name of the schema.", metavar="NAME")],
-    url: Url = None,
+    port: Port = None,
+    url: Url = "",
     cache_salt: Salt = None,
 ) -> None:
     """Show a server's schema: modules, positions, and where their KV is."""
 
     def look() -> None:
-        with _mapped_errors(), _client(url) as client:
+        with _mapped_errors(), _client(port, url) as client:
             schema = client.schemas.get(name, cache_salt=cache_salt)
         show_schema(_out(), schema)
 
@@ -120,13 +118,14 @@ def show(
 @app.command("rm")
 def remove(
     names: Annotated[list[str], typer.Argument(help="Names of the schemas.", metavar="NAME...")],
-    url: Url = None,
+    port: Port = None,
+    url: Url = "",
     cache_salt: Salt = None,
 ) -> None:
     """Remove schemas from a server. Running requests are not disturbed."""
 
     def forget() -> None:
-        with _mapped_errors(), _client(url) as client:
+        with _mapped_errors(), _client(port, url) as client:
             for name in names:
                 client.schemas.delete(name, cache_salt=cache_salt)
 

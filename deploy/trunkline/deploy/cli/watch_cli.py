@@ -15,15 +15,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from trunkline.deploy.cli.option_commands import NUMBER, run
+from trunkline.deploy.cli.option_commands import NUMBER, Port, Url, run
 from trunkline.deploy.config.option_values import check_range
+from trunkline.deploy.supervisor.run_folder import server_url
 from trunkline.deploy.watch.checks import Finding, Level, examine
 from trunkline.deploy.watch.facts import Look, Source, WatchError, gather
 from trunkline.deploy.watch.screen import screen
 
-Url = Annotated[
-    str | None, typer.Option(help="Address of the server. Default: the cluster that runs on this machine.")
-]
 KeyFile = Annotated[
     str,
     typer.Option(help="File with a key of role admin. Default: TRUNKLINE_API_KEY, or the key of a local cluster."),
@@ -31,7 +29,8 @@ KeyFile = Annotated[
 
 
 def top(
-    url: Url = None,
+    port: Port = None,
+    url: Url = "",
     api_key_file: KeyFile = "",
     interval: Annotated[float, typer.Option(help="Seconds between two updates.", **NUMBER)] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print the figures once and exit.")] = False,
@@ -46,10 +45,10 @@ def top(
 
     trunkline top --once
     """
-    run(lambda: _top(url, api_key_file, interval, once))
+    run(lambda: _top(server_url(port, url), api_key_file, interval, once))
 
 
-def _top(url: str | None, api_key_file: str, interval: float, once: bool) -> None:
+def _top(url: str, api_key_file: str, interval: float, once: bool) -> None:
     check_range("--interval", interval, 0.2, 3600)
     source = Source(url, api_key_file)
     console = Console(highlight=False)
@@ -99,7 +98,8 @@ _MARKS: Final = {Level.OK: ("ok", "green"), Level.WARNING: ("warn", "yellow"), L
 
 
 def doctor(
-    url: Url = None,
+    port: Port = None,
+    url: Url = "",
     api_key_file: KeyFile = "",
     probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Send a short request, twice.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
@@ -114,7 +114,7 @@ def doctor(
 
     trunkline doctor --url https://llm.example.com --api-key-file admin.key --no-probe
     """
-    findings = run(lambda: _examine(url, api_key_file, probe))
+    findings = run(lambda: _examine(server_url(port, url), api_key_file, probe))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -123,7 +123,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _examine(url: str | None, api_key_file: str, probe: bool) -> list[Finding]:
+def _examine(url: str, api_key_file: str, probe: bool) -> list[Finding]:
     source = Source(url, api_key_file)
     try:
         return examine(gather(source, version("trunkline"), probes=probe))

@@ -24,7 +24,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -187,8 +187,11 @@ def find_cluster(port: int | None) -> tuple[Path, Running]:
         ClusterNotFoundError: There is none, or there are several; the text says what to do.
         UserError: There is no such port.
     """
+    return _chosen(running_clusters(), port)
+
+
+def _chosen(clusters: Mapping[Path, Running], port: int | None) -> tuple[Path, Running]:
     check_range("--port", port, 1, 65535)
-    clusters = running_clusters()
     ports = ", ".join(str(running.port) for running in clusters.values())
     if not clusters:
         raise ClusterNotFoundError("no cluster of yours runs on this machine; `trunkline serve` starts one")
@@ -201,19 +204,50 @@ def find_cluster(port: int | None) -> tuple[Path, Running]:
     return chosen[0]
 
 
-def local_url() -> str:
-    """Return the address of the cluster that runs on this machine; the default address if there is none.
+def server_url(port: int | None = None, url: str = "") -> str:
+    """Return the address of the server that `--port` or `--url` names. If both are left out, it is that of the
+    cluster that runs on this machine, or the default address if there is none.
 
     Raises:
-        ClusterNotFoundError: There are several.
+        ClusterNotFoundError: There is none on this port, or there are several.
+        UserError: Both are given, or there is no such port.
     """
+    _check_one(port, url)
+    if url:
+        return url.rstrip("/")
     # Of the parts of a cluster only routers speak HTTP (`trunkline.deploy.config.node_settings.Kind`).
-    running = [found for found in running_clusters().values() if found.kind in ("cluster", "router")]
-    if len(running) > 1:
-        ports = ", ".join(str(cluster.port) for cluster in running)
-        advice = "say which with --url http://127.0.0.1:PORT"
-        raise ClusterNotFoundError(f"several clusters run here, on ports {ports}; {advice}")
-    return running[0].url if running else DEFAULT_URL
+    running = {at: found for at, found in running_clusters().items() if found.kind in ("cluster", "router")}
+    return DEFAULT_URL if port is None and not running else _chosen(running, port)[1].url
+
+
+def local_port(port: int | None, url: str) -> int | None:
+    """Return the port of the cluster on this machine that `--port` or `--url` names; None if both are left out.
+
+    Raises:
+        UserError: Both are given, or the address is not that of a cluster of this machine.
+    """
+    _check_one(port, url)
+    if not url:
+        return port
+    url = url.rstrip("/")
+    for running in running_clusters().values():
+        if url == running.url:
+            return running.port
+    with contextlib.suppress(ValueError):
+        address = urlsplit(url)
+        if is_loopback(address.hostname or ""):
+            return address.port or 80
+    raise UserError(f"{url} is no address on this machine; `trunkline top --url {url}` looks at servers elsewhere")
+
+
+def _check_one(port: int | None, url: str) -> None:
+    """Check that a server is named once.
+
+    Raises:
+        UserError: It is named by `--port` and by `--url`.
+    """
+    if url and port is not None:
+        raise UserError("--url and --port say the same; give one of them")
 
 
 def _pointed() -> Iterator[Path]:

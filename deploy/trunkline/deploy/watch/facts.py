@@ -25,7 +25,7 @@ from trunkline.deploy.config.machine import Gpus, available_cores, cache_folder
 from trunkline.deploy.errors import DeployError
 from trunkline.deploy.supervisor.control import ask
 from trunkline.deploy.supervisor.members import Command
-from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET, client_headers, local_url, running_clusters
+from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET, client_headers, running_clusters
 from trunkline.deploy.watch.stores import Trial, remote_urls, trial
 from trunkline.router.tenancy.auth import is_loopback
 
@@ -51,19 +51,18 @@ class Look:
 class Source:
     """A connection to a router."""
 
-    def __init__(self, url: str | None = None, api_key_file: str = "", *, key: str | None = None) -> None:
+    def __init__(self, url: str, api_key_file: str = "", *, key: str | None = None) -> None:
         """Connect to a router.
 
         Args:
-            url: Its address; None for the cluster that runs on this machine, or else the default address.
+            url: Its address.
             api_key_file: File with a key of role admin; "" to find a key as other commands do.
             key: A key to send instead; "" to send none.
 
         Raises:
-            DeployError: The address or the key cannot be one, the key's file cannot be read, or several clusters
-                run here.
+            DeployError: The address or the key cannot be one, or the key's file cannot be read.
         """
-        self.url = (url or local_url()).rstrip("/")
+        self.url = url.rstrip("/")
         if key is None:
             headers = client_headers(self.url, api_key_file)
         else:
