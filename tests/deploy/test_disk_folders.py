@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,6 +132,18 @@ def test_a_lock_ends_with_its_process_however_that_ends(base: Path, living: Path
     os.waitpid(holder, 0)
     with disk_folders(plan(base, fingerprint=OTHER)) as disk:
         assert disk.groups == [living]
+
+
+def test_a_server_that_only_looks_keeps_no_other_from_its_folder(base: Path) -> None:
+    """One with another configuration, which starts at the same time and looks what it may delete."""
+    (folder,) = leave(base, MINE, MIB, when=1000.0)
+    looks = os.open(folder / "lock", os.O_RDWR)
+    fcntl.flock(looks, fcntl.LOCK_EX)
+    ending = threading.Timer(0.1, os.close, [looks])
+    ending.start()
+    with disk_folders(plan(base)) as disk:
+        assert disk.groups == [folder]
+    ending.join()
 
 
 def test_unused_folders_keep_half_of_the_size_the_last_used_first(base: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import selectors
 import shutil
 import signal
 import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from deploy.launch.launching import Kept
 from deploy.waiting import is_alive, wait_for
 
 from trunkline.deploy.launch.folders import (
+    LOCK,
     Follower,
     LogFile,
     Process,
@@ -101,6 +104,21 @@ def test_a_unit_whose_folder_is_gone_is_not_started_again(tmp_path: Path) -> Non
         shutil.rmtree(kept.folder.path)
         os.kill(unit.pid, signal.SIGKILL)
         assert kept.process.wait(30) == 1
+
+
+def test_who_looks_at_a_unit_keeps_no_keeper_from_it(tmp_path: Path) -> None:
+    """A look takes a shared lock, and on a busy machine it may last."""
+    folder = UnitFolder(private_folder(tmp_path / "it"))
+    looks = os.open(folder.path / LOCK, os.O_CREAT | os.O_RDWR)
+    fcntl.flock(looks, fcntl.LOCK_SH)
+    ending = threading.Timer(0.1, os.close, [looks])
+    ending.start()
+    assert not folder.is_held()
+    lock = folder.lock()
+    ending.join()
+    assert lock is not None
+    assert folder.is_held()
+    os.close(lock)
 
 
 def test_it_stops_the_unit_when_it_is_told_to(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ import os
 import re
 import shutil
 import sqlite3
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +71,10 @@ hundredth of the chunk's KV."""
 _GROUPS_MAX: Final = 64
 """Largest number of group folders, beyond the number that is needed, that are tried if other servers use some of
 them."""
+_LOOK_S_MAX: Final = 1.0
+"""Time in seconds after which a server uses a folder that it has locked: to look at one, or to delete it, takes
+less."""
+_LOOK_INTERVAL_S: Final = 0.02
 
 
 @dataclass(frozen=True)
@@ -240,6 +245,10 @@ def _take_groups(plan: DiskPlan, locks: contextlib.ExitStack) -> list[Path]:
     for number in range(plan.groups + _GROUPS_MAX):
         folder = plan.group_folder(number)
         lock = _try_lock(folder)
+        deadline = time.monotonic() + _LOOK_S_MAX
+        while lock is None and plan.is_named and time.monotonic() < deadline:
+            time.sleep(_LOOK_INTERVAL_S)
+            lock = _try_lock(folder)
         if lock is not None:
             locks.callback(os.close, lock)
             taken.append(folder)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -35,6 +36,8 @@ LOG: Final = "log"
 OLD_LOG: Final = "log.1"
 _RECORD: Final = "unit.json"
 _STATE: Final = "state.json"
+_LOOK_S: Final = 0.001
+"""Pause in seconds before a lock is tried again that other processes hold in order to look at it."""
 T = TypeVar("T")
 
 
@@ -178,12 +181,16 @@ class UnitFolder:
             OSError: It cannot be found out whether the lock is held.
         """
         descriptor = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        return descriptor
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if self.is_held():
+                    os.close(descriptor)
+                    return None
+                time.sleep(_LOOK_S)  # another process only looks (`is_held`)
+            else:
+                return descriptor
 
     def is_held(self) -> bool:
         """Return whether the unit, or its keeper, runs."""
@@ -192,7 +199,7 @@ class UnitFolder:
         except FileNotFoundError:
             return False
         try:
-            # Shared: several may ask at once, and none of them is taken for the unit for long.
+            # Shared: several may ask at once, and none of them is taken for the unit.
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
