@@ -6,8 +6,10 @@ import os
 import random
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -143,6 +145,7 @@ def test_what_was_pulled_is_exported_again(make: Make, place: Callable[[], str])
     assert third.holds(0, 5)
 
 
+@pytest.mark.usefixtures("patient")
 def test_an_exporter_takes_the_first_free_port_of_a_range(make: Make, keys: str) -> None:
     """Firewalls know the range. If all ports are taken, the rank does its work without giving KV to peers."""
     with socket.socket() as taken:
@@ -163,6 +166,7 @@ def test_an_exporter_takes_the_first_free_port_of_a_range(make: Make, keys: str)
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("is_near", [True, False])
 def test_another_process_exports_over_tcp_with_keys(
     make: Make, tmp_path: Path, keys: str, monkeypatch: pytest.MonkeyPatch, is_near: bool
@@ -186,8 +190,9 @@ def test_another_process_exports_over_tcp_with_keys(
 @pytest.mark.processes
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_peer_that_dies_or_freezes_fails_and_delays_no_other(
-    make: Make, place: Callable[[], str], tmp_path: Path, how: signal.Signals
+    make: Make, place: Callable[[], str], tmp_path: Path, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(questions, "SILENT_S", 4.0)  # the good one may get its turns late, too
     process, endpoint = start(tmp_path, {"export": place()})
     try:
         good, own = make(export=place()), make()
@@ -312,6 +317,7 @@ def test_a_name_is_found_where_its_chunk_is(make: Make, seed: int) -> None:
         assert len(names) == len(set(held.values()))
 
 
+@pytest.mark.usefixtures("patient")
 def test_another_fingerprint_is_refused(make: Make, place: Callable[[], str]) -> None:
     peer, own = make(export=place(), exchange_fingerprint="ab" * 16), make()
     peer.save([1], [1])
@@ -348,6 +354,7 @@ class Liar:
         self.context.term()
 
 
+@pytest.mark.usefixtures("patient")
 def test_lies_are_never_believed(make: Make, place: Callable[[], str]) -> None:
     endpoint = place()
     liar, own = Liar(endpoint), make()
@@ -374,10 +381,33 @@ def test_lies_are_never_believed(make: Make, place: Callable[[], str]) -> None:
     liar.close()
 
 
+@pytest.mark.usefixtures("patient")
+def test_a_time_in_which_the_puller_stood_still_is_no_silence(
+    make: Make, place: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the answers may reach its socket later than its first look."""
+    stood = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stood)
+    monkeypatch.setattr(peer_tier, "time", clock)
+    endpoint = place()
+    liar, own = Liar(endpoint), make()
+    own.meet(1, endpoint)
+    moves = own.pull(1, {0: 1})
+    questions = [liar.ask()]
+    stood = 10 * DEADLINE_S
+    moves += own.pull(1, {1: 2})
+    questions.append(liar.ask())  # by now it has looked
+    for peer, ask in questions:
+        liar.socket.send_multipart([peer, encoded(Told(ask.id, [Found(0)]))])
+    assert [outcome.status for outcome in own.outcomes(moves)] == [MISS, MISS]
+    liar.close()
+
+
 def encoded(told: Told) -> bytes:
     return msgspec.msgpack.encode(told)
 
 
+@pytest.mark.usefixtures("patient")
 def test_questions_that_make_no_sense_harm_none(make: Make, place: Callable[[], str]) -> None:
     peer, own = make(1, 2, export=place()), make(1, 2)
     peer.save([1], [1])

@@ -36,7 +36,7 @@ from trunkline.worker.messages import PeerAt, TierMove
 from trunkline.worker.tiers.copier import Copier, Ticket
 from trunkline.worker.tiers.exchange import Ask, Found, Told, checksum
 from trunkline.worker.tiers.process_memory import Ranges, read_memory
-from trunkline.worker.tiers.questions import Question, Questions
+from trunkline.worker.tiers.questions import LOOKS_WITHIN_S, Question, Questions
 from trunkline.worker.tiers.tier_queue import QueuedMove
 
 DONE: Final = 0
@@ -253,7 +253,10 @@ class _Link:
         if self._unready:
             return _LOOK_MS
         nearest = min((source.questions.deadline() for source in self._sources), default=float("inf"))
-        return None if nearest == float("inf") else max(0, int((nearest - time.monotonic()) * 1000) + 1)
+        if nearest == float("inf"):
+            return None
+        left = min(nearest - time.monotonic(), LOOKS_WITHIN_S / 2)
+        return max(0, int(left * 1000) + 1)
 
     def _take_arrivals(self) -> bool:
         """Take what has come; return False if the link is to end."""
@@ -340,6 +343,7 @@ class _Source:
                 break
             self._take_answer(self.socket.recv_multipart(copy=False))
         now = time.monotonic()
+        self.questions.look(now)
         if now >= self.questions.deadline():
             self.fail(f"no answer from {self._endpoint}")
         elif self.socket.poll(0, zmq.POLLOUT):

@@ -16,6 +16,8 @@ SILENT_S: Final = 1.5
 """Seconds without any answer after which a rank has failed, besides the time for the bytes that were asked for."""
 QUESTION_S: Final = 6.0
 """Seconds after which a question must be answered whole, besides the time for the bytes."""
+LOOKS_WITHIN_S: Final = 0.5
+"""Longest part of the time between two looks at the answers that counts as silence."""
 SLOWEST_BYTES_PER_S: Final = 8e6
 AWAY_S: Final = 2.0
 """Seconds for which a rank that has failed is asked for nothing."""
@@ -46,7 +48,7 @@ class Questions(Generic[PartT]):
         """Parts without an answer, by question and index."""
         self._last_id = 0
         self._asked_at: dict[int, float] = {}
-        self._heard = 0.0
+        self._heard = self._looked_at = 0.0
         self._away_until = float("-inf")
 
     @property
@@ -66,7 +68,7 @@ class Questions(Generic[PartT]):
     def add(self, part: PartT, now: float) -> None:
         """Ask for a part soon."""
         if self.is_idle:
-            self._heard = now
+            self._heard = self._looked_at = now
         self._waiting.append(part)
 
     def again(self, part: PartT) -> None:
@@ -95,6 +97,18 @@ class Questions(Generic[PartT]):
             if not parts:
                 del self._open[question], self._asked_at[question]
         return part
+
+    def look(self, now: float) -> None:
+        """Note that all answers were taken that had come by this time.
+
+        Of a time between two looks, what is beyond `LOOKS_WITHIN_S` is no silence of the rank: this process itself
+        stood still, and what the rank has answered meanwhile may not have reached the socket yet.
+        """
+        late = now - self._looked_at - LOOKS_WITHIN_S
+        self._looked_at = now
+        if late > 0.0:
+            self._heard = min(now, self._heard + late)
+            self._asked_at = {question: min(now, at + late) for question, at in self._asked_at.items()}
 
     def deadline(self) -> float:
         """Return when the rank will have failed if it says nothing; infinity: nothing is wanted of it."""
