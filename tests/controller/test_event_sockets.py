@@ -78,7 +78,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def follow(config: ControllerConfig, folder: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     index, loads = Index(), list[tuple[int, int]]()
-    link = ControllerLink(0, Member("0", config.router_endpoint), context, 5.0)
+    link = ControllerLink(0, Member("0", config.router_endpoint), context, 600.0)
     feeds = EventFeeds(context, index, lambda _, *load: loads.append((load[0], load[1])))
 
     def knows(*sequences: list[int]) -> bool:

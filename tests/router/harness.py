@@ -148,11 +148,12 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 @contextmanager
-def asking(router: RunningRouter, path: str, body: Any) -> Iterator[None]:
+def asking(router: RunningRouter, path: str, body: Any, **headers: str) -> Iterator[None]:
     """A client that has sent a request, and leaves at the end of the context without having read an answer."""
     url, text = httpx.URL(router.url), json.dumps(body)
-    head = [f"POST {path} HTTP/1.1", f"Host: {url.netloc.decode()}", "Content-Type: application/json"]
-    request = "\r\n".join([*head, f"Content-Length: {len(text)}", "", text])
+    fields = {"Host": url.netloc.decode(), **JSON, "Content-Length": str(len(text)), **headers}
+    head = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+    request = "\r\n".join([*head, "", text])
     with socket.create_connection((url.host, url.port or 80)) as connection:
         connection.sendall(request.encode())
         yield

@@ -209,9 +209,7 @@ def test_one_router_does_it(place: Path, shared: bool) -> None:
     run(play())
 
 
-def test_another_router_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LEASE_SECONDS", 1.0)
-
+def test_another_router_goes_on(place: Path) -> None:
     async def play() -> None:
         async with cluster(place, routers=2) as (routers, groups):
             for group in groups.values():
@@ -296,13 +294,14 @@ def test_a_new_group_is_warmed_up_before_it_gets_requests(
             groups["b"].put(HOT)
             await until(lambda: all(router.knows(groups["b"]) for router in all_routers))
             new = FakeGroup("d", place, groups).start()
-            new.pull_seconds = 0.02
+            new.pull_seconds = 1.0  # it is not over before all routers have met the group
             for router in all_routers:
                 router.meet(groups)
             await until(lambda: all(any(link.name == "d" and link.ready for link in r.links) for r in all_routers))
             for router in all_routers:
                 assert router.handovers.is_warming(router.link("d"))
                 assert all(_route(router, n).name != "d" for n in range(60, 80))
+            new.pull_seconds = 0.02
             await until(lambda: not any(r.handovers.is_warming(r.link("d")) for r in all_routers))
             assert all(new.has(each) for each in HOT)
             assert sum(len(router.ended_with) for router in all_routers) == 1
@@ -335,12 +334,12 @@ def test_routers_agree_which_warm_up_it_is(place: Path, monkeypatch: pytest.Monk
 
 
 def test_a_warm_up_that_takes_too_long_ends(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WARM_SECONDS", 0.5)
+    monkeypatch.setattr(module, "WARM_SECONDS", 2.0)
 
     async def play() -> None:
         async with cluster(place) as ([router], groups):
             new = FakeGroup("d", place, groups).start()
-            new.pull_seconds = 1.0
+            new.pull_seconds = 3.0
             router.meet(groups)
             await until(lambda: router.handovers.is_warming(router.link("d")))
             await until(lambda: not router.handovers.is_warming(router.link("d")))

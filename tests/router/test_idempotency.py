@@ -12,7 +12,7 @@ import httpx
 import pytest
 from router.batch_calls import chat_line, finished, form_of
 from router.fake_controller import FakeController
-from router.harness import MESSAGES, RunningRouter, wait_until
+from router.harness import MESSAGES, RunningRouter, asking, wait_until
 from router.idempotency_calls import (
     CHAT,
     PATH,
@@ -205,10 +205,8 @@ def test_a_client_that_leaves_lets_go_of_its_key(
     monkeypatch.setattr("trunkline.router.http.idempotency.LEASE_SECONDS", 600.0)  # it does not end by itself
     key = f"left {stream}"
     fake.behaviour.hold = True
-    with pytest.raises(httpx.ReadTimeout):
-        http.post(
-            PATH, content=json.dumps(CHAT | {"stream": stream}), headers={"Idempotency-Key": key}, timeout=0.3
-        )
+    with asking(router, PATH, CHAT | {"stream": stream}, **{"Idempotency-Key": key}):
+        wait_until(lambda: bool(fake.behaviour.submits))
     records, record = router.service.records, key_of(name_of(key, stream=stream))
 
     def is_free() -> bool:

@@ -14,6 +14,7 @@ import pytest
 import zmq
 from worker.peer_driver import PeerRank
 
+from trunkline.worker.tiers import questions
 from trunkline.worker.tiers.exchange import Found, Told
 
 DONE, FAILED = 0, 2
@@ -68,7 +69,11 @@ class Flood:
         assert not self._thread.is_alive()
 
 
-def test_a_peer_that_never_ceases_to_ask_delays_neither_others_nor_the_end(own: PeerRank, tmp_path: Path) -> None:
+def test_a_peer_that_never_ceases_to_ask_delays_neither_others_nor_the_end(
+    own: PeerRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(questions, "SILENT_S", 60.0)  # all of these threads share a lock, and perhaps a processor
+    monkeypatch.setattr(questions, "QUESTION_S", 60.0)
     peer = PeerRank(export=f"ipc://{tmp_path}/x")
     peer.save([1], [1])
     floods = [Flood(zmq.DEALER, peer.tiers.exports, lambda asked: [b"nonsense"]) for _ in range(2)]
