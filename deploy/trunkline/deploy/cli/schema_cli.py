@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trunkline.deploy.cli.option_commands import WHOLE, Port, Url, run
+from trunkline.deploy.cli.option_commands import WHOLE, Url, run
 from trunkline.deploy.cli.pml_sources import Source, counting, read_source
 from trunkline.deploy.errors import DeployError, UserError
 from trunkline.deploy.supervisor.run_folder import client_key, server_url
@@ -41,15 +41,14 @@ Scope = Annotated[
 ]
 
 
-def _client(port: int | None, url: str, model: str | None = None) -> Client:
-    at = server_url(port, url)
+def _client(url: str, model: str | None = None) -> Client:
+    at = server_url(url=url, way="--url http://127.0.0.1:PORT")
     return Client(at, model=model, api_key=client_key(at) or None)
 
 
 @app.command()
 def add(
     file: Annotated[str, typer.Argument(help="A schema: XML, or JSON if it ends in .json.", metavar="FILE")],
-    port: Port = None,
     url: Url = "",
     model: Annotated[str | None, typer.Option(help="Name of a served model. Default: the first.")] = None,
     ttl: Annotated[
@@ -71,7 +70,7 @@ def add(
         sent = source.value() if source.is_json else source.text
         with (
             _mapped_errors(source),
-            _client(port, url, model) as client,
+            _client(url, model) as client,
         ):
             schema = client.schemas.create(
                 sent,
@@ -87,11 +86,11 @@ def add(
 
 
 @app.command("list")
-def list_schemas(port: Port = None, url: Url = "", cache_salt: Salt = None) -> None:
+def list_schemas(url: Url = "", cache_salt: Salt = None) -> None:
     """List the schemas of a server."""
 
     def show() -> None:
-        with _mapped_errors(), _client(port, url) as client:
+        with _mapped_errors(), _client(url) as client:
             entries = list(client.schemas.list(cache_salt=cache_salt))
         show_list(_out(), entries)
 
@@ -101,14 +100,13 @@ def list_schemas(port: Port = None, url: Url = "", cache_salt: Salt = None) -> N
 @app.command()
 def show(
     name: Annotated[str, typer.Argument(help="Name of the schema.", metavar="NAME")],
-    port: Port = None,
     url: Url = "",
     cache_salt: Salt = None,
 ) -> None:
     """Show a server's schema: modules, positions, and where their KV is."""
 
     def look() -> None:
-        with _mapped_errors(), _client(port, url) as client:
+        with _mapped_errors(), _client(url) as client:
             schema = client.schemas.get(name, cache_salt=cache_salt)
         show_schema(_out(), schema)
 
@@ -118,14 +116,13 @@ def show(
 @app.command("rm")
 def remove(
     names: Annotated[list[str], typer.Argument(help="Names of the schemas.", metavar="NAME...")],
-    port: Port = None,
     url: Url = "",
     cache_salt: Salt = None,
 ) -> None:
     """Remove schemas from a server. Running requests are not disturbed."""
 
     def forget() -> None:
-        with _mapped_errors(), _client(port, url) as client:
+        with _mapped_errors(), _client(url) as client:
             for name in names:
                 client.schemas.delete(name, cache_salt=cache_salt)
 

@@ -190,7 +190,7 @@ def find_cluster(port: int | None) -> tuple[Path, Running]:
     return _chosen(running_clusters(), port)
 
 
-def _chosen(clusters: Mapping[Path, Running], port: int | None) -> tuple[Path, Running]:
+def _chosen(clusters: Mapping[Path, Running], port: int | None, way: str = "--port") -> tuple[Path, Running]:
     check_range("--port", port, 1, 65535)
     ports = ", ".join(str(running.port) for running in clusters.values())
     if not clusters:
@@ -199,14 +199,17 @@ def _chosen(clusters: Mapping[Path, Running], port: int | None) -> tuple[Path, R
     if not chosen:
         raise ClusterNotFoundError(f"no cluster of yours serves on port {port}; there are some on {ports}")
     if len(chosen) > 1:
-        advice = "say which with --port" if port is None else "stop one of them by its Ctrl-C or SIGTERM"
+        advice = f"say which with {way}" if port is None else "stop one of them by its Ctrl-C or SIGTERM"
         raise ClusterNotFoundError(f"several clusters run, on ports {ports}; {advice}")
     return chosen[0]
 
 
-def server_url(port: int | None = None, url: str = "") -> str:
+def server_url(port: int | None = None, url: str = "", way: str = "--port") -> str:
     """Return the address of the server that `--port` or `--url` names. If both are left out, it is that of the
     cluster that runs on this machine, or the default address if there is none.
+
+    Args:
+        way: How a command says which cluster it means; for the message if there are several.
 
     Raises:
         ClusterNotFoundError: There is none on this port, or there are several.
@@ -217,7 +220,7 @@ def server_url(port: int | None = None, url: str = "") -> str:
         return url.rstrip("/")
     # Of the parts of a cluster only routers speak HTTP (`trunkline.deploy.config.node_settings.Kind`).
     running = {at: found for at, found in running_clusters().items() if found.kind in ("cluster", "router")}
-    return DEFAULT_URL if port is None and not running else _chosen(running, port)[1].url
+    return DEFAULT_URL if port is None and not running else _chosen(running, port, way)[1].url
 
 
 def local_port(port: int | None, url: str) -> int | None:
