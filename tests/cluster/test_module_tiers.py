@@ -95,13 +95,15 @@ class Killed:
             for _ in range(TRIES):
                 push_out(cluster)
                 is_sunk = soon(lambda: tiers_of(cluster, pinned) | tiers_of(cluster, other) == {"disk"}, 10)
+                cluster.refresh()
                 before = cluster.gauge("texts_encoded_total")
                 self.sunk = ask_all(cluster)
+                cluster.refresh()
                 self.encoded = cluster.gauge("texts_encoded_total") - before
                 if is_sunk and not self.encoded:
                     break
-            wait_for(lambda: cluster.gauge("chunks_pinned") > 0, 5)
             self.pinned = cluster.gauge("chunks_pinned")
+            assert self.pinned > 0
             cluster.kill()
 
 

@@ -45,6 +45,12 @@ class Dashboard:
         """Of the page, with the key as `trunkline ui` prints it."""
         return f"{self.cluster.url}/ui#key={self.cluster.admin_key}"
 
+    @property
+    def workers(self) -> list[int]:
+        """Their process ids. If they stand still, what runs goes on until a page has looked: on a busy machine a
+        browser takes longer than the longest answer."""
+        return [pid for name, pid in self.cluster.pids.items() if name.startswith("worker")]
+
     def get(self, path: str) -> Any:
         """An endpoint's answer."""
         answer = httpx.get(f"{self.cluster.url}/{path}", headers=self.cluster.admin_headers, timeout=30.0)

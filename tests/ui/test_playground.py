@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from cluster.chaos import frozen
 from playwright.sync_api import Page, Route, expect
 from ui.conftest import SYSTEM, Dashboard, Watched
 
@@ -82,7 +83,7 @@ def without_end(route: Route) -> None:
     route.continue_(post_data=json.dumps(body | {"ignore_eos": True}))
 
 
-def test_an_answer_streams_and_stops(watched: Watched) -> None:
+def test_an_answer_streams_and_stops(dashboard: Dashboard, watched: Watched) -> None:
     page = watched.open("playground")
     page.route("**/v1/chat/completions", without_end)
     page.get_by_label("Most tokens").fill("1900")
@@ -91,8 +92,12 @@ def test_an_answer_streams_and_stops(watched: Watched) -> None:
     text = page.locator(".answer .text")
     expect(text).to_have_text(re.compile(r"\S"))
     expect(text).not_to_have_text(text.inner_text())
-    page.get_by_role("button", name="Stop").click()
-    expect(page.locator(".turn .piecefoot")).to_have_text("Stopped.")
+
+    def stop() -> None:
+        page.get_by_role("button", name="Stop").click()
+        expect(page.locator(".turn .piecefoot")).to_have_text("Stopped.")
+
+    frozen(dashboard.workers, stop)  # so that the answer does not end before
     expect(page.get_by_role("button", name="Send")).to_be_visible()
     page.get_by_role("tab", name="Requests").click()
     expect(page.get_by_text("No request is running or waiting.")).to_be_visible()

@@ -30,9 +30,7 @@ def whole(value: float) -> str:
 
 @contextmanager
 def running_request(dashboard: Dashboard, session: str) -> Iterator[None]:
-    """A stream that has begun, and goes on until it is left: its worker stands still, since a page on a busy
-    machine takes longer than so many tokens."""
-    workers = [pid for name, pid in dashboard.cluster.pids.items() if name.startswith("worker")]
+    """A stream that has begun, and goes on until it is left: workers stand still."""
     begun, leave = threading.Event(), threading.Event()
 
     def read() -> None:
@@ -55,12 +53,12 @@ def running_request(dashboard: Dashboard, session: str) -> Iterator[None]:
     reader.start()
     try:
         assert begun.wait(60.0)
-        for pid in workers:
+        for pid in dashboard.workers:
             os.kill(pid, signal.SIGSTOP)
         yield
     finally:
         leave.set()
-        for pid in workers:
+        for pid in dashboard.workers:
             os.kill(pid, signal.SIGCONT)
         reader.join()
 
