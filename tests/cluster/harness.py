@@ -140,9 +140,18 @@ class Cluster:
     def health(self) -> int:
         """The status code of `/health`; 0 if nobody answers."""
         try:
-            return httpx.get(f"{self.url}/health", timeout=5.0).status_code
+            return httpx.get(f"{self.url}/health", timeout=30.0).status_code
         except httpx.HTTPError:
             return 0
+
+    def wait_healthy(self) -> None:
+        """Wait until tokens are generated. A single look gives a token two seconds, which may be too few."""
+        wait_for(lambda: self.health() == 200, 10)
+
+    def is_draining(self) -> bool:
+        """Whether the router takes no more requests. It is unhealthy, too, when a token takes long."""
+        reason: str = httpx.get(f"{self.url}/health", timeout=30.0).json()["reason"]
+        return reason == "shutting down"
 
     def ready_groups(self) -> list[str]:
         """Names of the groups that a router uses now."""

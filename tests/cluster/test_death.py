@@ -94,8 +94,9 @@ def test_killed_workers_are_replaced_and_streams_go_on(doomed: Cluster) -> None:
             reader.join(100)
             assert reader.error is None
             assert reader.finish_reason == "length"
-        assert f"{victim} was killed by SIGKILL" in doomed.log
-        assert doomed.health() == 200
+        # At once, unless the answer was complete before the worker died.
+        wait_for(lambda victim=victim: f"{victim} was killed by SIGKILL" in doomed.log, 10)  # type: ignore[misc]
+        doomed.wait_healthy()
         wait_for(doomed.is_idle, 10)
 
 
@@ -112,12 +113,12 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:
 
         def stop_meanwhile() -> None:
             cluster.process.send_signal(signal.SIGTERM)
-            wait_for(lambda: cluster.health() != 200, NOTICED_SECONDS_MAX)
+            wait_for(cluster.is_draining, NOTICED_SECONDS_MAX)
             with cluster.client() as client, pytest.raises(openai.InternalServerError) as refused:
                 client.completions.create(model="trunkline-demo", prompt="x", max_tokens=1)
             assert refused.value.status_code == 503
 
-        with reading(cluster, 800) as reader:
+        with reading(cluster, 1800) as reader:
             frozen([cluster.pids["worker-0"]], stop_meanwhile)
             assert reader.is_alive(), "it ended before its worker was frozen"
         assert reader.error is None

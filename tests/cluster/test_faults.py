@@ -175,8 +175,8 @@ def test_a_full_disk_is_reported_and_used_again_when_there_is_room(faulty: Fault
         assert shim.hits > hits
         wait_for(lambda: faulty.cluster.metric("tier_failures_total", tier="disk") > failures, 20)
         wait_for(lambda: faulty.cluster.metric("tier_up", tier="disk") < 2, 20)
-        assert faulty.cluster.health() == 200
-    writes = faulty.cluster.metric("tier_writes_total", tier="disk")
+        faulty.cluster.wait_healthy()
+        writes = faulty.cluster.metric("tier_writes_total", tier="disk")
     deadline = time.monotonic() + 90
     while faulty.cluster.metric("tier_up", tier="disk") < 2:  # who writes nothing does not notice that it can
         assert time.monotonic() < deadline

@@ -68,7 +68,7 @@ def undisturbed(cluster: Cluster) -> Iterator[None]:
     # The values are up to a second old, and do not all change in the same moment.
     left = ("texts_encoding", "requests_waiting", "chunks_pinned")
     wait_for(lambda: cluster.is_idle() and not any(map(cluster.gauge, left)), 20)
-    assert cluster.health() == 200
+    cluster.wait_healthy()
     assert "Traceback" not in cluster.log
     assert "controller_lost" not in cluster.log
     assert "request_failed" not in cluster.log

@@ -233,5 +233,5 @@ def test_clusters_share_a_remote_tier_and_do_without_it(
         # Half of the prompts are here by now, the others nowhere any more.
         assert [text_of(ask(cluster, prompt)) for prompt in PROMPTS] == expected[:-2]
         wait_for(lambda: cluster.metric("tier_up", tier="remote") == 0, 10)
-        assert cluster.health() == 200
+        cluster.wait_healthy()
         assert cluster.stop() == 0
