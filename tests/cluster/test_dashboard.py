@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from cluster.chaos import frozen
 from cluster.harness import Cluster, wait_for
 
 from trunkline.kvstore.tier import TierKind
@@ -119,23 +120,18 @@ def test_trees_say_what_groups_say(admin: httpx.Client) -> None:
     assert short["truncated"]
 
 
-def test_users_of_a_shared_prefix(admin: httpx.Client) -> None:
+def test_users_of_a_shared_prefix(served: Cluster, admin: httpx.Client) -> None:
     rng = random.Random(11)
     beginning = text(rng, 100)
     body = {"prompt": beginning, "max_tokens": 1}
     post(admin, "/v1/completions", body)
-    long = body | {"max_tokens": 600, "ignore_eos": True, "n": 3, "stream": True, "session_id": "shared"}
-    with admin.stream("POST", "/v1/completions", json=long) as stream:
-        lines = stream.iter_lines()
-        next(lines)
 
-        def trunk() -> dict[str, Any] | None:
-            nodes = [node for group in range(2) for node in get(admin, f"tree?group={group}")["nodes"]]
-            found = [
-                n for n in nodes if n["parent"] < 0 and n["text"].removeprefix("<|bos|>")[:20] == beginning[:20]
-            ]
-            return found[0] if found else None
+    def trunk() -> dict[str, Any] | None:
+        nodes = [node for group in range(2) for node in get(admin, f"tree?group={group}")["nodes"]]
+        found = [n for n in nodes if n["parent"] < 0 and n["text"].removeprefix("<|bos|>")[:20] == beginning[:20]]
+        return found[0] if found else None
 
+    def look() -> None:
         wait_for(lambda: (trunk() or {"users": 0})["users"] == 3, SETTLE_SECONDS)
         found = trunk()
         assert found is not None
@@ -144,6 +140,15 @@ def test_users_of_a_shared_prefix(admin: httpx.Client) -> None:
         assert (request["session"], request["samples"], request["state"]) == ("shared", 3, "running")
         assert request["cached_tokens"] > 0
         assert request["cached_by_tier"][0] == request["cached_tokens"]
+
+    long = body | {"max_tokens": 600, "ignore_eos": True, "n": 3, "stream": True, "session_id": "shared"}
+    with admin.stream("POST", "/v1/completions", json=long) as stream:
+        begun: set[int] = set()
+        lines = (line for line in stream.iter_lines() if line.startswith("data: {"))
+        while len(begun) < 3:
+            begun |= {choice["index"] for choice in json.loads(next(lines)[6:])["choices"]}
+        workers = [pid for name, pid in served.pids.items() if name.startswith("worker")]
+        frozen(workers, look)  # else it may have ended before it is looked at
     wait_for(lambda: get(admin, "requests") == [], SETTLE_SECONDS)
     wait_for(lambda: all(check_quiet(admin, group) for group in range(2)), SETTLE_SECONDS)
 
@@ -151,16 +156,20 @@ def test_users_of_a_shared_prefix(admin: httpx.Client) -> None:
 def test_sessions_and_decisions(admin: httpx.Client) -> None:
     session = post(admin, "/v1/sessions", {})["id"]
     rng = random.Random(13)
-    for _ in range(2):
-        messages = [{"role": "user", "content": text(rng, 80)}]
-        body = {"messages": messages, "session_id": session, "max_tokens": 5}
-        post(admin, "/v1/chat/completions", body)
 
     def row() -> dict[str, Any]:
         rows = [each for each in get(admin, "sessions") if each["id"] == session]
         return rows[0] if rows else {"turns": None}  # up to a second old
 
-    wait_for(lambda: row()["turns"] == 2 and row()["tier"] in ("device", "host", "disk"), SETTLE_SECONDS)
+    def is_known(turns: int) -> bool:
+        """Whether the router has heard where the KV of so many turns is: that may come after their answers."""
+        return row()["turns"] == turns and row()["tier"] in ("device", "host", "disk")
+
+    for turns in (1, 2):
+        messages = [{"role": "user", "content": text(rng, 80)}]
+        body = {"messages": messages, "session_id": session, "max_tokens": 5}
+        post(admin, "/v1/chat/completions", body)
+        wait_for(lambda turns=turns: is_known(turns), SETTLE_SECONDS)  # type: ignore[misc]
     last = [each for each in get(admin, "decisions?limit=1000")["decisions"] if each["session"] == session][-1]
     assert (last["reason"], last["group"]) == ("session", row()["group"])
     assert len(last["match"]) == 2
@@ -188,11 +197,18 @@ def test_what_a_tenant_does_is_told_to_admins(served: Cluster, admin: httpx.Clie
 
     wait_for(lambda: row()["tier"] in ("device", "host", "disk"), SETTLE_SECONDS)
     assert (row()["tenant"], row()["turns"]) == ("acme", 1)
-    tree = get(admin, f"tree?group={row()['group']}")
-    mine = [node for node in tree["nodes"] if session in node["sessions"]]
-    assert mine
-    assert all(node["salted"] for node in mine)
-    assert any(not node["salted"] for node in tree["nodes"])
+
+    def tree() -> dict[str, Any]:
+        found: dict[str, Any] = get(admin, f"tree?group={row()['group']}")  # the last one, if it is young
+        return found
+
+    def mine(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [node for node in nodes if session in node["sessions"]]
+
+    wait_for(lambda: mine(tree()["nodes"]) != [], SETTLE_SECONDS)
+    nodes = tree()["nodes"]
+    assert all(node["salted"] for node in mine(nodes))
+    assert any(not node["salted"] for node in nodes)
     last = [each for each in get(admin, "decisions?limit=1000")["decisions"] if each["session"] == session][-1]
     assert last["tenant"] == "acme"
     assert get(admin, "overview")["auth"] == {"required": True, "problem": ""}
