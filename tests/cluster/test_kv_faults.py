@@ -23,6 +23,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.area("survival"), pytest.mark.t
 
 SLOW_BITS = 400_000
 """A tenth of a chunk takes a second."""
+TRIES_SECONDS = 120.0
+"""On a busy machine computing may seem quicker than a pull, so that none begins, though not every time."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,7 @@ def controller_dies(pair: Pair) -> None:
 def stays_silent(pair: Pair) -> None:
     """Longer than it is waited for."""
     before = pair.given_up("gone")
-    wait_for(lambda: pair.given_up("gone") > before, 20)
+    soon(lambda: pair.given_up("gone") > before, 20)
 
 
 def is_drained(pair: Pair) -> None:
@@ -67,27 +69,41 @@ def is_drained(pair: Pair) -> None:
     pair.cluster.command("undrain", "0")
 
 
-@pytest.mark.parametrize("then", [stays_silent, dies, controller_dies, is_drained])
-def test_a_peer_that_freezes_in_the_middle_of_a_pull(pair: Pair, then: Callable[[Pair], None]) -> None:
-    prompt = pair.prompt()
-    text = pair.computed_at(0, prompt)
-    pair.turn_to(1)
-    before, given_up = pair.served(), pair.given_up("slow", "gone")
-    pid = pair.view.pid("worker-0.0")
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            asking = pool.submit(pair.ask, prompt)
-            wait_for(lambda: pair.served()[1] > before[1], 10)
-            then(pair)
-            answer = asking.result()
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-    assert text_of(answer) == text
-    assert not pulled(answer)
-    wait_for(lambda: pair.given_up("slow", "gone") > given_up, 10)
-    pair.check()
+@pytest.mark.parametrize(
+    ("then", "reasons"),
+    [
+        (stays_silent, ("gone",)),
+        (dies, ("slow", "gone")),
+        (controller_dies, ("slow", "gone")),
+        (is_drained, ("slow", "gone")),
+    ],
+)
+def test_a_peer_that_freezes_in_the_middle_of_a_pull(
+    pair: Pair, then: Callable[[Pair], None], reasons: tuple[str, ...]
+) -> None:
+    def is_given_up() -> bool:
+        prompt = pair.prompt()
+        text = pair.computed_at(0, prompt)
+        pair.turn_to(1)
+        before, given_up = pair.served(), pair.given_up(*reasons)
+        pid = pair.view.pid("worker-0.0")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                asking = pool.submit(pair.ask, prompt)
+                wait_for(lambda: pair.served()[1] > before[1], 10)
+                then(pair)
+                answer = asking.result()
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        assert text_of(answer) == text
+        assert not pulled(answer)
+        noticed = soon(lambda: pair.given_up(*reasons) > given_up, 5)
+        pair.check()
+        return noticed
+
+    wait_for(is_given_up, TRIES_SECONDS)
     pair.pulls_again()
     pair.check()
 
@@ -171,16 +187,20 @@ def test_a_conversation_moves_to_another_host(apart: Pair) -> None:
 
 @pytest.mark.parametrize("fault", ["slow", "deaf"])
 def test_a_bad_cable(apart: Pair, network: Network, fault: str) -> None:
-    prompt = apart.prompt()
-    text = apart.computed_at(0, prompt)
-    apart.turn_to(1)
-    given_up = apart.given_up("slow", "gone")
-    began = time.monotonic()
-    with network.slow(0, SLOW_BITS) if fault == "slow" else network.deaf(0):
-        answer = apart.ask(prompt)
-        print(f"{fault}: answered after {time.monotonic() - began:.2f} s")
-        wait_for(lambda: apart.given_up("slow", "gone") > given_up, 20)
-    assert text_of(answer) == text
-    apart.check()
+    def is_given_up() -> bool:
+        prompt = apart.prompt()
+        text = apart.computed_at(0, prompt)
+        apart.turn_to(1)
+        given_up = apart.given_up("slow", "gone")
+        began = time.monotonic()
+        with network.slow(0, SLOW_BITS) if fault == "slow" else network.deaf(0):
+            answer = apart.ask(prompt)
+            print(f"{fault}: answered after {time.monotonic() - began:.2f} s")
+            noticed = soon(lambda: apart.given_up("slow", "gone") > given_up, 5)
+        assert text_of(answer) == text
+        apart.check()
+        return noticed
+
+    wait_for(is_given_up, TRIES_SECONDS)
     apart.pulls_again()
     apart.check()
