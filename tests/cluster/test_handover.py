@@ -54,7 +54,8 @@ def test_conversations_of_a_drained_group_are_found_elsewhere(plain: Cluster) ->
         cluster.command("drain", "0")
         texts, prompts, cached = last_turn(cluster, conversations.ids, 2)
         assert texts == expected[2]
-        assert cluster.metric("handover_paths_total", occasion="drain", result="handed") > 0
+        # One of the routers has done it, and a look leaves out a router that is slow to answer.
+        wait_for(lambda: cluster.metric("handover_paths_total", occasion="drain", result="handed") > 0, 10)
         # The last turn's own tokens are new to all groups, and so is a chunk that was not full.
         missing = [prompt - found for prompt, found in zip(prompts, cached, strict=True)]
         print("prompts", prompts, "missing", missing)

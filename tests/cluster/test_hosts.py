@@ -176,8 +176,9 @@ def test_two_hosts_say_what_one_says(hosts: Hosts, expected: str) -> None:
     assert hosts.stream().finish() == expected
     # Two all-reduces per layer and token, of which one machine's shared memory would send nothing.
     assert hosts.sent_bytes() - before > TOKENS * 1024
-    assert hosts.health("group", "livez") == (200, "the supervisor answers")
-    assert hosts.health("workers") == (200, "the ranks here are in the group's epoch")
+    # A busy machine may take longer for a single answer than it is waited for.
+    wait_for(lambda: hosts.health("group", "livez") == (200, "the supervisor answers"), ANSWER_S)
+    wait_for(lambda: hosts.health("workers") == (200, "the ranks here are in the group's epoch"), ANSWER_S)
 
 
 def test_the_other_host_dies_and_comes_back(hosts: Hosts, expected: str) -> None:
@@ -185,8 +186,8 @@ def test_the_other_host_dies_and_comes_back(hosts: Hosts, expected: str) -> None
     hosts.processes["workers"].send_signal(signal.SIGKILL)
     hosts.processes["workers"].wait()
     wait_for(lambda: hosts.health("group")[0] == 503, 20)
-    assert hosts.health("group", "livez")[0] == 200  # to restart it would help nobody
-    assert hosts.health("router", "livez")[0] == 200
+    for kind in ("group", "router"):  # to restart it would help nobody
+        wait_for(lambda kind=kind: hosts.health(kind, "livez")[0] == 200, ANSWER_S)  # type: ignore[misc]
     wait_for(lambda: hosts.health("router")[0] == 503, 20)
     # First by somebody who has not the leader's options.
     hosts.start("workers", 1, "--ranks", "1", "--leader", f"{LEADER}:7400", "--chunk-size", "32")
@@ -215,7 +216,7 @@ def test_the_leader_dies_and_comes_back(hosts: Hosts, expected: str) -> None:
     hosts.processes["group"].send_signal(signal.SIGKILL)
     hosts.processes["group"].wait()
     wait_for(lambda: hosts.health("workers")[0] == 503, 20)
-    assert hosts.health("workers", "livez")[0] == 200
+    wait_for(lambda: hosts.health("workers", "livez")[0] == 200, ANSWER_S)
     hosts.start("group", 0, "--ranks", "0-0", "--listen", f"{LEADER}:7400")
     assert stream.finish() == expected
     hosts.wait_ready()
