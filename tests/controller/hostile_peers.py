@@ -131,7 +131,7 @@ class Group:
         return socket
 
     def form(self) -> None:
-        """New ranks, until the group is ready."""
+        """New ranks, until the group is ready with them: by then all that was reported before has been read."""
         for left in self.ranks:
             left.close()
         self.workers = SimulatedWorkers(BLOCKS, CHUNK)
@@ -146,16 +146,9 @@ class Group:
             self.send(self.report, WorkerHello(rank, os.getpid(), "elsewhere", self.incarnations[rank]))
         for _ in range(500):
             self.turn(wait_ms=20)
-            if self.service.status == "ready":
+            if self.epoch and self.service.status == "ready":
                 return
         raise AssertionError(f"the group does not get ready: {self.service.detail}")
-
-    def recover(self) -> None:
-        """What nonsense is still on its way does what it does; then there are workers."""
-        for _ in range(20):
-            self.turn(wait_ms=1)
-        if self.service.status != "ready":
-            self.form()
 
     @staticmethod
     def send(socket: zmq.Socket[bytes], message: msgspec.Struct) -> None:
