@@ -232,6 +232,17 @@ def test_a_drain_waits_for_routers_that_hand_over(seed: int) -> None:
         assert wait.is_over(now) == (not at_it and now >= until)
 
 
+def test_a_controller_that_stands_still_takes_no_time_from_the_routers() -> None:
+    wait = HandoverWait()
+    wait.begin(1, 0.0)
+    assert not wait.is_over(30.0)
+    wait.asked(1)
+    assert not wait.is_over(90.0)
+    wait.handed(1)
+    assert wait.is_over(90.0)
+    assert wait.is_over(150.0)
+
+
 @pytest.mark.processes
 def test_a_group_that_drains_waits_until_its_chunks_are_handed_over(tmp_path: Path) -> None:
     config = group_config(tmp_path)

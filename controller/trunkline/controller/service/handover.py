@@ -13,6 +13,8 @@ from typing import Final
 BEGIN_SECONDS: Final = 2.0
 """Time in seconds that routers have to begin a handover, after the drain has begun or the router that did it has
 gone."""
+LOOKS_WITHIN_S: Final = 1.0
+"""Longest part of the time between two looks that counts; the service looks once a second."""
 
 
 class HandoverWait:
@@ -24,6 +26,7 @@ class HandoverWait:
         self._routers: set[int] = set()
         """Indices of the routers that are at it."""
         self._draining = False
+        self._looked_at = inf
 
     def begin(self, routers: int, now: float) -> None:
         """Note that the drain begins.
@@ -32,6 +35,7 @@ class HandoverWait:
             routers: how many routers are connected; with none, nothing is waited for.
         """
         self._draining = True
+        self._looked_at = now
         self._until = now + BEGIN_SECONDS if routers else -inf
 
     def asked(self, router: int) -> None:
@@ -53,7 +57,13 @@ class HandoverWait:
         self._routers.discard(router)
 
     def is_over(self, now: float) -> bool:
-        """Return whether the group need not wait for a handover (any more)."""
+        """Return whether the group need not wait for a handover (any more).
+
+        Of a time between two looks, what is beyond `LOOKS_WITHIN_S` is none that the routers had: this process
+        itself stood still, and what they have sent meanwhile may not have been read.
+        """
+        self._until += max(0.0, now - self._looked_at - LOOKS_WITHIN_S)
+        self._looked_at = now
         return not self._routers and now >= self._until
 
     @property
