@@ -7,7 +7,10 @@ said twice.
 from __future__ import annotations
 
 import dataclasses
+import random
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from controller.module_harness import ROOMY, call, tiers_in, words
@@ -232,6 +235,49 @@ def test_a_cache_that_was_to_be_dropped_meanwhile_is(tmp_path: Path) -> None:
     simulation.flush_cache()
     simulation.replace_workers()
     assert simulation.tree.node_count == 0
+    simulation.persistence.close()
+
+
+class Store(dict[bytes, Any]):
+    """A remote tier that counts how often each chunk is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes = Counter[bytes]()
+
+    def __setitem__(self, name: bytes, content: Any) -> None:
+        self.writes[name] += 1
+        super().__setitem__(name, content)
+
+
+@pytest.mark.parametrize("seed", seeds(6))
+def test_what_the_remote_tier_lacked_is_written_once_it_is_read(seed: int, tmp_path: Path) -> None:
+    """The store is away while workers die, and the disk outlives both. What the store has got before is not
+    written again."""
+    rng = random.Random(seed)
+    simulation = simulate(replace(TIERED, host_slots=rng.randint(16, 40)))
+    simulation.persistence = Persistence(str(tmp_path / "index"), b"a model", 0.0, simulation.now)
+    store = simulation.tiers.remote[0] = Store()
+    sessions = [Session(simulation, start=100 * number) for number in range(3)]
+    for away in (False, True):
+        if away:
+            simulation.tiers.faults.dead.add(TierKind.REMOTE)
+        for _ in range(4):
+            rng.choice(sessions).turn(rng.randint(4, 10))
+        settle(simulation)
+    chunks = {node.name for node in simulation.tree.nodes() if node.disk_ready}
+    assert chunks - store.keys(), "the store lacks some"
+    for _ in range(rng.randint(1, 2)):  # also once more, before others were ready
+        simulation.lose_workers()
+    simulation.tiers.faults.dead.clear()
+    simulation.replace_workers()
+    for health in simulation.tree.tiers.health.values():
+        health.read_us = 1.0
+    for session in sessions:
+        session.turn(1)
+        settle(simulation)
+    assert chunks <= store.keys()
+    assert set(store.writes.values()) == {1}
     simulation.persistence.close()
 
 

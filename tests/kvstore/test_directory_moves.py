@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import random
+from collections import Counter
 
 import pytest
-from simulation.directory_bench import Bench, where
+from seeds import seeds
+from simulation.directory_bench import Bench, Chunk, where
 
 from trunkline.kvstore.chunks import NO_SLOT, SlotId
 from trunkline.kvstore.directory import Directory
 from trunkline.kvstore.tier import TierKind
-from trunkline.kvstore.tier_moves import MoveStatus
+from trunkline.kvstore.tier_moves import Move, MoveStatus
 from trunkline.kvstore.tier_policy import DirectoryConfig
 
 
@@ -324,3 +327,65 @@ def test_a_chunk_for_which_there_will_be_no_room_is_not_said_to_be_coming() -> N
     bench.directory.unclaim(kept[1])
     assert bench.settle() == [">k1", "<c0"]
     assert where(cold, *kept) == "bhd"
+
+
+def test_what_is_still_to_be_written_is_written_before_host_memory_drops_it() -> None:
+    """The disk has it, so nothing is lost here; but other groups look for it in the remote tier."""
+    bench = Bench(8, 16, remote=True, write_behind=True, host_free=2, write_pause_s=1.0, write_within_s=9.0)
+    path = bench.path("a", 8)
+    bench.on_disk(*path)
+    for chunk in path[:7]:
+        bench.directory.add_remote(chunk)
+    assert bench.save(*path)
+    bench.directory.mover.behind.note_requests(bench.now, is_busy=True)
+    moves = bench.orders()
+    assert [(move.chunk, move.tier, move.evicts) for move in moves] == [(path[7], TierKind.REMOTE, True)]
+    assert where(*path) == "bbbbbbdb", "the remote tier has a6, which leaves at once"
+    bench.end(moves)
+    assert bench.orders() == []
+    assert path[7].remote
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_what_left_host_memory_too_early_is_written_when_it_is_read_again(seed: int) -> None:
+    """Each chunk once to each tier, however slow one of them is and whichever chunks host memory drops meanwhile.
+    A gap would hide all of the path below it from other groups."""
+    rng = random.Random(seed)
+    times = {"write_pause_s": 0.25, "write_within_s": 1.0}
+    limits = {"host_free": rng.randint(1, 2), "writes_in_flight": rng.randint(1, 3)}
+    bench = Bench(rng.randint(5, 8), 64, remote=True, write_behind=True, **times, **limits)
+    paths = [bench.path(name, 3) for name in "abcdefgh"]
+    under_way, written = list[Move[Chunk]](), Counter[tuple[TierKind, Chunk]]()
+
+    def order(*, is_busy: bool) -> None:
+        bench.directory.mover.behind.note_requests(bench.now, is_busy=is_busy)
+        under_way.extend(bench.orders())
+        rng.shuffle(under_way)
+
+    def end(chance: dict[TierKind, float]) -> None:
+        for move in [move for move in under_way if rng.random() < chance[move.tier]]:
+            under_way.remove(move)
+            bench.end([move])
+            written[move.tier, move.chunk] += move.is_write
+
+    for _ in range(200):
+        bench.now += rng.choice([0.01, 0.1])
+        path = rng.choice(paths)
+        new = next((chunk for chunk in path if not chunk.is_stored), None)
+        if new is not None and rng.random() < 0.5:
+            bench.save(new)
+        elif rng.random() < 0.3:
+            bench.directory.want(1, (bench.now,), [chunk for chunk in path if chunk.is_stored])
+        order(is_busy=rng.random() < 0.8)
+        end({TierKind.DISK: 0.8, TierKind.REMOTE: 0.1})
+    for number, path in enumerate(paths, 2):
+        bench.directory.want(number, (bench.now,), [chunk for chunk in path if chunk.is_stored])
+        bench.directory.unwant(number - 1)
+        for _ in range(60):
+            bench.now += 0.1
+            order(is_busy=False)
+            end({TierKind.DISK: 1.0, TierKind.REMOTE: 1.0})
+    stored = [chunk for path in paths for chunk in path if chunk.is_stored]
+    assert len(stored) > 12
+    assert [chunk for chunk in stored if not (chunk.disk_ready and chunk.remote)] == []
+    assert set(written.values()) <= {0, 1}

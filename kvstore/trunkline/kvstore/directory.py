@@ -29,7 +29,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic
 
-from trunkline.kvstore.chunks import NO_PEER, NO_SLOT, ChangeLog, ChunkT, QueueKey, SlotId
+from trunkline.kvstore.chunks import NO_PEER, NO_SLOT, ChangeLog, ChunkName, ChunkT, QueueKey, SlotId
 from trunkline.kvstore.copies import Copies, IndexEvent, may_leave
 from trunkline.kvstore.directory_check import check_directory, check_peers
 from trunkline.kvstore.next_use import RESTORED, NextUse
@@ -341,6 +341,21 @@ class Directory(Generic[ChunkT]):
         chunk.last_use = max(chunk.last_use, last_use)
         chunk.turns = chunk.turns or RESTORED
         return self.copies.restore_disk(chunk, slot, generation)
+
+    def unwritten(self) -> set[ChunkName]:
+        """Return the names of the chunks on disk that the remote tier lacks, or may lack: they are queued for it,
+        owed to it, or being written there."""
+        if TierKind.REMOTE not in self.health:
+            return set()
+        behind, moves = self.mover.behind, self.mover.in_flight.values()
+        writing = (move.chunk for move in moves if move.is_write and move.tier is TierKind.REMOTE)
+        lacking = (*behind.queues[TierKind.REMOTE], *behind.owed[TierKind.REMOTE], *writing)
+        return {chunk.name for chunk in lacking if chunk.disk_ready}
+
+    def owe(self, chunk: ChunkT) -> None:
+        """Note that the remote tier lacks a chunk, which is written there once it is read into host memory."""
+        if TierKind.REMOTE in self.health:
+            self.mover.behind.owed[TierKind.REMOTE].add(chunk)
 
     def add_remote(self, chunk: ChunkT) -> None:
         """Note that a probe found a chunk in the remote tier."""

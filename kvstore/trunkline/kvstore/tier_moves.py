@@ -161,13 +161,13 @@ class TierMover(Generic[ChunkT]):
 
     def release_host(self, chunk: ChunkT) -> None:
         """Give up a host copy without counting an eviction."""
-        self.behind.discard(chunk)
+        self.behind.left(chunk)
         self._copies.drop_host(chunk)
         self._jobs.note(chunk)
 
     def forget(self, chunk: ChunkT) -> None:
         """Forget a chunk that its owner removes."""
-        self.behind.discard(chunk)
+        self.behind.forget(chunk)
         self._read_failures.pop(chunk, None)
 
     @property
@@ -290,8 +290,22 @@ class TierMover(Generic[ChunkT]):
                 return Room.LATER  # rather than drop what is wanted sooner
         if clean is None:
             return Room.LATER if refused else Room.NONE
-        self.drop_host(clean)
+        if replaced_by is not None or not self._write_before_drop(clean, now):
+            self.drop_host(clean)
         return Room.MADE
+
+    def _write_before_drop(self, chunk: ChunkT, now: float) -> bool:
+        """Write a chunk that is about to leave host memory to a tier for which it is still queued, if one can take
+        it now; return whether one can. Its slot can be freed when that has ended."""
+        for tier in self._health:
+            if self.behind.is_due(tier, chunk) and self._takes_more(tier):
+                self._order(chunk, Source(tier), is_write=True, now=now, evicts=True)
+                return True
+        return False
+
+    def _takes_more(self, tier: TierKind) -> bool:
+        """Return whether write-behind may write another chunk to a tier now."""
+        return self._health[tier].may_write() and (tier is TierKind.REMOTE or self._copies.disk.free_count > 0)
 
     def _demote(self, chunk: ChunkT, now: float, *, lossless: bool) -> bool:
         """Write a chunk whose only copy is in host memory to a tier below, or drop that copy if it is worth less
@@ -308,8 +322,7 @@ class TierMover(Generic[ChunkT]):
         return True
 
     def _write_behind(self, tier: TierKind, now: float) -> None:
-        health = self._health[tier]
-        while health.may_write() and (tier is TierKind.REMOTE or self._copies.disk.free_count):
+        while self._takes_more(tier):
             chunk = self.behind.take(tier, now)
             if chunk is None:
                 return
@@ -409,6 +422,7 @@ class TierMover(Generic[ChunkT]):
         if status is MoveStatus.DONE:
             self._read_failures.pop(chunk, None)
             self._copies.host_arrived(chunk)
+            self.behind.came_back(chunk)
             return
         self._copies.drop_host(chunk)
         if move.tier is TierKind.PEER:

@@ -1,6 +1,8 @@
 """Which chunks in host memory are still to be written to the tiers below, and when (write-behind).
 
 They are written in a pause, because who comes back at once with a cached prompt would wait beside these writes.
+A chunk may have to leave host memory when only one of the tiers has it. Then it is *owed* to the other tier: it is
+queued again once it is read, or that tier would lack it for ever, and with it all of the path below it.
 Pure: time is an argument.
 """
 
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Final, Generic
 
 from trunkline.kvstore.chunks import NO_SLOT, ChunkT
@@ -23,11 +25,13 @@ class WriteBehind(Generic[ChunkT]):
     """A queue for each tier below host memory. A chunk is written once no request has run or waited for
     `write_pause_s`, after `write_within_s` in any case, and without a pause if too many wait."""
 
-    def __init__(self, tiers: Iterable[TierKind], config: DirectoryConfig) -> None:
+    def __init__(self, tiers: Collection[TierKind], config: DirectoryConfig) -> None:
         self._config = config
         self.queues: dict[TierKind, OrderedDict[ChunkT, float]] = {tier: OrderedDict() for tier in tiers}
         """The chunks that are not in that tier yet, oldest first, each with the time when `see` first saw it;
         `inf`: it has not."""
+        self.owed: dict[TierKind, set[ChunkT]] = {tier: set() for tier in tiers}
+        """The chunks that left host memory before they were written to that tier."""
         self.is_hurried = False
         """Whether chunks are written at once, because the system is about to stop."""
         self._is_busy = False
@@ -51,11 +55,31 @@ class WriteBehind(Generic[ChunkT]):
         """Queue a chunk for one tier, behind all others."""
         if self._config.write_behind:
             self.queues[tier][chunk] = math.inf
+            self.owed[tier].discard(chunk)
 
-    def discard(self, chunk: ChunkT) -> None:
-        """Forget a chunk that has left host memory."""
-        for queue in self.queues.values():
+    def left(self, chunk: ChunkT) -> None:
+        """Note that a chunk has left host memory: it is owed to the tiers for which it was queued."""
+        for tier, queue in self.queues.items():
+            if queue.pop(chunk, None) is not None and not _has(tier, chunk):
+                self.owed[tier].add(chunk)
+
+    def came_back(self, chunk: ChunkT) -> None:
+        """Queue a chunk that was read into host memory for the tiers to which it is owed."""
+        for tier, owed in self.owed.items():
+            if chunk in owed:
+                owed.discard(chunk)
+                if not _has(tier, chunk):
+                    self.add_again(tier, chunk)
+
+    def forget(self, chunk: ChunkT) -> None:
+        """Forget a chunk that its owner removes."""
+        for tier, queue in self.queues.items():
             queue.pop(chunk, None)
+            self.owed[tier].discard(chunk)
+
+    def is_due(self, tier: TierKind, chunk: ChunkT) -> bool:
+        """Return whether a chunk is still to be written to a tier."""
+        return chunk in self.queues[tier] and not _has(tier, chunk)
 
     def see(self, now: float) -> None:
         """Begin to count the time that new chunks wait."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -142,8 +143,14 @@ def _expiry(node: Node) -> float:
     return node.expires if math.isfinite(node.expires) else 0.0
 
 
-def restore_chunks(tree: RadixCache, stored: StoredChunks, now: float) -> list[SlotFreed]:
-    """Put the chunks on disk into an empty tree; return the slots of those that do not fit into it."""
+def restore_chunks(
+    tree: RadixCache, stored: StoredChunks, now: float, unwritten: AbstractSet[ChunkName] = frozenset()
+) -> list[SlotFreed]:
+    """Put the chunks on disk into an empty tree; return the slots of those that do not fit into it.
+
+    Args:
+        unwritten: chunks that are still to be written to the remote tier.
+    """
     nodes: dict[bytes, Node] = {}
     for name, key in stored.roots.items():
         above = tree.restore_root(key)
@@ -160,6 +167,8 @@ def restore_chunks(tree: RadixCache, stored: StoredChunks, now: float) -> list[S
             tree.remove(node)
         else:
             nodes[chunk.name] = node
+            if node.name in unwritten:
+                tree.tiers.owe(node)
             # A time before this machine started is negative or 0 by its clock, but 0 means never.
             tree.tiers.keep([node], max(chunk.expires, _LONG_AGO) if chunk.expires else math.inf)
     _keep_above(tree, list(nodes.values()))

@@ -58,6 +58,7 @@ from trunkline.controller.tiers.holders import Holders
 from trunkline.controller.tiers.prefetch import Prefetcher
 from trunkline.controller.tiers.tier_orders import TierOrders
 from trunkline.controller.totals import Totals
+from trunkline.kvstore.chunks import ChunkName
 from trunkline.router.messages import Finished, FinishReason, Flushed, Prefetched
 from trunkline.worker.messages import CompileGrammar, ForgetGrammar, StepPlan, TierOrder
 
@@ -92,6 +93,8 @@ class Engine:
         """Whether to drop the cache when new workers are ready."""
         self._disk_changes: list[DiskChange] = []
         """Disk changes of trees that are gone; the next `Ready` has them."""
+        self._unwritten: set[ChunkName] = set()
+        """Chunks of trees that are gone which were still to be written to the remote tier."""
         self._unbooked: PlanBuilder | None = None
         """A plan that has been made, and is still to be entered in the books."""
         self._starting: list[Sequence] = []
@@ -114,7 +117,8 @@ class Engine:
 
     def _restore(self, stored: StoredChunks | None, now: float) -> None:
         if stored is not None:
-            self._disk_changes += restore_chunks(self.scheduler.kv.tree, stored, now)
+            self._disk_changes += restore_chunks(self.scheduler.kv.tree, stored, now, self._unwritten)
+            self._unwritten.clear()
 
     def step(self, events: Iterable[Event], now: float) -> Ready:
         """Take in what has happened, plan the next step if that is possible, and return what has to be done.
@@ -347,8 +351,10 @@ class Engine:
 
     def _renew(self, config: EngineConfig) -> None:
         """Forget everything that the workers held. Totals go on."""
-        self._disk_changes += take_disk_changes(self.scheduler.kv.tree)
-        self._install(config, self.scheduler.kv.tree.tiers.highest_disk_generation)
+        tree = self.scheduler.kv.tree
+        self._disk_changes += take_disk_changes(tree)
+        self._unwritten |= tree.tiers.unwritten()
+        self._install(config, tree.tiers.highest_disk_generation)
 
     # Tiers
 
