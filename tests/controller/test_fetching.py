@@ -144,6 +144,23 @@ def test_the_deadline_does_not_move_while_chunks_come() -> None:
     assert not desk.fetching.worth_waiting(waiting, desk.path[-1:], 1.7)
 
 
+def test_a_wait_that_has_begun_does_not_end_because_reads_turn_out_slower() -> None:
+    """What is being read would be computed as well. The run behind it is weighed by itself."""
+    desk, waiting = Desk(4, 4), group()
+    desk.costs_us(disk=3000.0, remote=1e6)
+    assert desk.fetching.worth_waiting(waiting, desk.path, 10.0)
+    deadline = desk.fetching.next_deadline(10.0)
+    desk.costs_us(disk=50000.0, remote=1e6)
+    for left in (8, 7, 5):
+        assert desk.fetching.worth_waiting(waiting, desk.path[-left:], 10.01)
+    assert desk.fetching.next_deadline(10.01) == deadline
+    assert not desk.fetching.worth_waiting(waiting, desk.path[4:], 10.02), "the disk's are there"
+    desk, waiting = Desk(4), group()
+    assert desk.fetching.worth_waiting(waiting, desk.path, 10.0)
+    desk.tiers.health[TierKind.DISK].is_paused = True
+    assert not desk.fetching.worth_waiting(waiting, desk.path, 10.01), "out of reach"
+
+
 def test_a_refusal_for_cost_lowers_what_reads_are_thought_to_cost() -> None:
     """By a fifth, once for each request: nothing else would correct it, as nothing is read."""
     desk = Desk(4, token_us=300.0)

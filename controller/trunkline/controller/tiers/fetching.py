@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final
 
 from trunkline.controller.cache.radix_tree import Node
@@ -44,6 +45,9 @@ class _Wait:
     """Time at which the request stops waiting for an answer of the remote tier; 0: it does not wait for one."""
     fetch_until: float = 0.0
     """Time at which the request stops waiting for its chunks; 0: its turn has not come yet."""
+    last: Node | None = None
+    """The last chunk that was worth waiting for. Until it is near, or out of reach, only the deadline ends the
+    wait: chunks that are being read would be computed as well, because the first ones made reads seem slower."""
     gave_up: bool = False
 
 
@@ -105,17 +109,19 @@ class Fetching:
         wait = self._waits.setdefault(group.id, _Wait())
         if wait.gave_up:
             return False
-        count, predicted_us = self._best(far, saved)
-        if not count:
-            wait.gave_up = True
-            # Nothing is read now that could correct a wrong prediction.
-            self._tiers.doubt_costs()
-            return False
-        if not wait.fetch_until:
-            saved_us = (saved if count == len(far) else count) * self._chunk_size * self._costs.token_us
-            patience_us = max(PATIENCE_FACTOR * predicted_us, PATIENCE_SHARE * saved_us)
-            wait.fetch_until = now + max(self._least_s(far[:count]), patience_us / 1e6)
-            self._timed[group.id] = wait
+        if wait.last not in far or self._tiers.predicted_us(far) == inf:
+            count, predicted_us = self._best(far, saved)
+            if not count:
+                wait.gave_up = True
+                # Nothing is read now that could correct a wrong prediction.
+                self._tiers.doubt_costs()
+                return False
+            wait.last = far[count - 1]
+            if not wait.fetch_until:
+                saved_us = (saved if count == len(far) else count) * self._chunk_size * self._costs.token_us
+                patience_us = max(PATIENCE_FACTOR * predicted_us, PATIENCE_SHARE * saved_us)
+                wait.fetch_until = now + max(self._least_s(far[:count]), patience_us / 1e6)
+                self._timed[group.id] = wait
         if now >= wait.fetch_until:
             wait.gave_up = True
             self._totals.gave_up_pulls("slow", sum(self._tier_of(node) is TierKind.PEER for node in far))
