@@ -281,11 +281,16 @@ def group_config(folder: Path) -> ControllerConfig:
 
 
 @contextmanager
-def run_controller(config: ControllerConfig, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Router]]:
-    """One with a configuration of its own. At the end it is gone, and all ranks with it."""
+def run_controller(
+    config: ControllerConfig, folder: Path, *, prelude: str = ""
+) -> Iterator[tuple[subprocess.Popen[bytes], Router]]:
+    """One with a configuration of its own. At the end it is gone, and all ranks with it. `prelude`: Python that it
+    runs first."""
     path = folder / "own.json"
     path.write_bytes(msgspec.json.encode(config))
-    process = subprocess.Popen([sys.executable, "-m", "trunkline.controller", "--config", str(path)])
+    script = f"import sys\n{prelude}\nfrom trunkline.controller.__main__ import main\nsys.exit(main())"
+    start = ["-c", script] if prelude else ["-m", "trunkline.controller"]
+    process = subprocess.Popen([sys.executable, *start, "--config", str(path)])
     try:
         router = Router(config)
         try:

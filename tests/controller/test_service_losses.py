@@ -80,28 +80,33 @@ def test_an_adapter_that_new_ranks_cannot_load_ends_only_its_own_requests(
         assert "is not loaded here" in router.finished[4][1]
 
 
+PATIENT = """
+from trunkline.controller.service import membership
+membership.REASON_WITHIN_S = 60.0
+"""
+
+
 @pytest.mark.parametrize("fails_last", [False, True], ids=["failure first", "closed connection first"])
-def test_failed_rank_says_why(
-    fails_last: bool, config: ControllerConfig, controller: subprocess.Popen[bytes], router: Router
-) -> None:
+def test_failed_rank_says_why(fails_last: bool, config: ControllerConfig, tmp_path: Path) -> None:
     """And all ranks are told to leave."""
-    ranks = start_ranks(config, answer=False)
-    watchdog = router.context.socket(zmq.SUB)
-    watchdog.subscribe(LEAVE_TOPIC)
-    watchdog.connect(config.plan_endpoint)
-    router.wait_state("ready")
-    router.submit(1, [1, 2, 3], 9)
-    router.wait_running(1)
-    ranks.failure = Failure("out of memory", comes_last=fails_last)
-    assert "worker rank 1 failed: out of memory" in router.wait_state("starting").detail
-    while True:
-        assert watchdog.poll(60_000)
-        if msgspec.msgpack.decode(watchdog.recv_multipart()[-1], type=Leave).epoch >= ranks.epoch:
-            break
-    watchdog.close(linger=0)
-    start_ranks(config)
-    router.wait_finished(1)
-    assert router.tokens[1] == expected_output([1, 2, 3], 0, 9)
+    with run_controller(config, tmp_path, prelude=PATIENT) as (_, router):
+        ranks = start_ranks(config, answer=False)
+        watchdog = router.context.socket(zmq.SUB)
+        watchdog.subscribe(LEAVE_TOPIC)
+        watchdog.connect(config.plan_endpoint)
+        router.wait_state("ready")
+        router.submit(1, [1, 2, 3], 9)
+        router.wait_running(1)
+        ranks.failure = Failure("out of memory", comes_last=fails_last)
+        assert "worker rank 1 failed: out of memory" in router.wait_state("starting").detail
+        while True:
+            assert watchdog.poll(60_000)
+            if msgspec.msgpack.decode(watchdog.recv_multipart()[-1], type=Leave).epoch >= ranks.epoch:
+                break
+        watchdog.close(linger=0)
+        start_ranks(config)
+        router.wait_finished(1)
+        assert router.tokens[1] == expected_output([1, 2, 3], 0, 9)
 
 
 def test_a_step_that_is_never_answered_ends_the_epoch(config: ControllerConfig, tmp_path: Path) -> None:
