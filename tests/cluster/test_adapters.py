@@ -45,10 +45,10 @@ class Adapted:
         self.cluster = Cluster(*options, *named, model=str(self.base))
 
     def _expected(self, folder: Path) -> str:
-        ids = list(PROMPT)
+        ids, model = list(PROMPT), transformers_model(folder)
         with torch.inference_mode():
             for _ in range(TOKENS):
-                ids.append(int(transformers_model(folder)(torch.tensor([ids])).logits[0, -1].argmax()))
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
         text: str = self._tokenizer.decode(ids[len(PROMPT) :], skip_special_tokens=False)
         return text
 
