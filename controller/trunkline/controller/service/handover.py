@@ -10,11 +10,13 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
+from trunkline.runtime.looks import Looks
+
 BEGIN_SECONDS: Final = 2.0
 """Time in seconds that routers have to begin a handover, after the drain has begun or the router that did it has
 gone."""
 LOOKS_WITHIN_S: Final = 1.0
-"""Longest part of the time between two looks that counts; the service looks once a second."""
+"""`Looks.within_s`; the service looks once a second."""
 
 
 class HandoverWait:
@@ -26,7 +28,7 @@ class HandoverWait:
         self._routers: set[int] = set()
         """Indices of the routers that are at it."""
         self._draining = False
-        self._looked_at = inf
+        self._looks = Looks(LOOKS_WITHIN_S)
 
     def begin(self, routers: int, now: float) -> None:
         """Note that the drain begins.
@@ -35,7 +37,7 @@ class HandoverWait:
             routers: how many routers are connected; with none, nothing is waited for.
         """
         self._draining = True
-        self._looked_at = now
+        self._looks.begin(now)
         self._until = now + BEGIN_SECONDS if routers else -inf
 
     def asked(self, router: int) -> None:
@@ -57,13 +59,8 @@ class HandoverWait:
         self._routers.discard(router)
 
     def is_over(self, now: float) -> bool:
-        """Return whether the group need not wait for a handover (any more).
-
-        Of a time between two looks, what is beyond `LOOKS_WITHIN_S` is none that the routers had: this process
-        itself stood still, and what they have sent meanwhile may not have been read.
-        """
-        self._until += max(0.0, now - self._looked_at - LOOKS_WITHIN_S)
-        self._looked_at = now
+        """Return whether the group need not wait for a handover (any more). Call this once messages are read."""
+        self._until += self._looks.late(now)
         return not self._routers and now >= self._until
 
     @property

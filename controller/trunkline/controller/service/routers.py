@@ -24,6 +24,7 @@ from trunkline.controller.messages import RouterRequest
 from trunkline.controller.sequences.decode_rows import Int64Array
 from trunkline.kvstore.chunks import any_of, pack_int32
 from trunkline.router.messages import Outputs, RouterMessage
+from trunkline.runtime.looks import Looks
 from trunkline.runtime.process import RareLog
 from trunkline.runtime.wire_flags import MORE, NOBLOCK, has_message
 from trunkline.runtime.wire_gate import MESSAGE_BYTES_MAX, Gate
@@ -36,7 +37,7 @@ MESSAGES_PER_TURN_MAX: Final = 1024
 """Largest number of messages read in one turn, so that a router that sends too many cannot delay the workers' next
 plan."""
 LOOKS_WITHIN_S: Final = 2.0
-"""Longest part of the time between two looks that counts as silence; the service looks once a second."""
+"""`Looks.within_s`; the service looks once a second."""
 
 
 @dataclass(slots=True)
@@ -135,7 +136,7 @@ class Routers:
         self._by_identity: dict[bytes, _Router] = {}
         self._by_index: dict[int, _Router] = {}
         self._next_index = 1
-        self._looked_at = inf
+        self._looks = Looks(LOOKS_WITHIN_S)
         self._shares = _Shares(_NONE, _NONE, [])
         """How the rows of the last step are divided between routers."""
         self._encoder = msgspec.msgpack.Encoder()
@@ -204,14 +205,8 @@ class Routers:
         return list(self._by_index)
 
     def look(self, now: float) -> None:
-        """Note that messages were read at this time.
-
-        Of a time between two looks, what is beyond `LOOKS_WITHIN_S` is no silence of the routers: this process
-        itself stood still, and what they have sent meanwhile may not have reached the socket yet.
-        """
-        late = now - self._looked_at - LOOKS_WITHIN_S
-        self._looked_at = now
-        if late > 0.0:
+        """Note that messages were read at this time."""
+        if late := self._looks.late(now):
             for router in self._by_index.values():
                 router.last_heard = min(now, router.last_heard + late)
 

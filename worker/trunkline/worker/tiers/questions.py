@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final, Generic, NamedTuple, TypeVar
 
+from trunkline.runtime.looks import Looks
 from trunkline.worker.tiers.exchange import CHUNKS_MAX, CREDIT_BYTES, QUESTIONS_OPEN
 
 SILENT_S: Final = 1.5
@@ -17,7 +18,7 @@ SILENT_S: Final = 1.5
 QUESTION_S: Final = 6.0
 """Seconds after which a question must be answered whole, besides the time for the bytes."""
 LOOKS_WITHIN_S: Final = 0.5
-"""Longest part of the time between two looks at the answers that counts as silence."""
+"""`Looks.within_s`, of looks at the answers."""
 SLOWEST_BYTES_PER_S: Final = 8e6
 AWAY_S: Final = 2.0
 """Seconds for which a rank that has failed is asked for nothing."""
@@ -48,7 +49,8 @@ class Questions(Generic[PartT]):
         """Parts without an answer, by question and index."""
         self._last_id = 0
         self._asked_at: dict[int, float] = {}
-        self._heard = self._looked_at = 0.0
+        self._heard = 0.0
+        self._looks = Looks(LOOKS_WITHIN_S)
         self._away_until = float("-inf")
 
     @property
@@ -68,7 +70,8 @@ class Questions(Generic[PartT]):
     def add(self, part: PartT, now: float) -> None:
         """Ask for a part soon."""
         if self.is_idle:
-            self._heard = self._looked_at = now
+            self._heard = now
+            self._looks.begin(now)
         self._waiting.append(part)
 
     def again(self, part: PartT) -> None:
@@ -99,14 +102,8 @@ class Questions(Generic[PartT]):
         return part
 
     def look(self, now: float) -> None:
-        """Note that all answers were taken that had come by this time.
-
-        Of a time between two looks, what is beyond `LOOKS_WITHIN_S` is no silence of the rank: this process itself
-        stood still, and what the rank has answered meanwhile may not have reached the socket yet.
-        """
-        late = now - self._looked_at - LOOKS_WITHIN_S
-        self._looked_at = now
-        if late > 0.0:
+        """Note that all answers were taken that had come by this time."""
+        if late := self._looks.late(now):
             self._heard = min(now, self._heard + late)
             self._asked_at = {question: min(now, at + late) for question, at in self._asked_at.items()}
 
