@@ -27,7 +27,6 @@ from trunkline.runtime import wire_keys
 from trunkline.worker.tiers import exporter, peer_tier, questions
 from trunkline.worker.tiers.exchange import CREDIT_BYTES, Ask, Found, Told, checksum
 from trunkline.worker.tiers.process_memory import read_memory
-from trunkline.worker.tiers.questions import AWAY_S, QUESTION_S, Questions
 
 DONE, MISS, FAILED = 0, 1, 2
 Make = Callable[..., PeerRank]
@@ -471,55 +470,3 @@ def test_memory_of_a_process_that_is_gone_cannot_be_read() -> None:
         read_memory(2**22 + 1, ours, ours)
     with pytest.raises(OSError, match="cannot be read"):
         read_memory(os.getpid(), np.array([[4096, 8]], dtype=np.uint64), ours)
-
-
-@pytest.mark.parametrize("seed", seeds(30))
-def test_every_part_is_answered_once(seed: int) -> None:
-    """Random additions, answers and silences: nothing is lost, nothing comes twice, silence ends in time."""
-    chance = random.Random(seed)
-    questions: Questions[int] = Questions(chance.choice([10_000, 3_000_000, 30_000_000]))
-    questions.needs_payload = chance.random() < 0.5
-    now, last, wanted, ended = 0.0, 0, set(), set()
-    asked: list[tuple[int, int, int]] = []
-    for _ in range(400):
-        now += chance.random()
-        for _ in range(chance.randrange(20)):
-            last += 1
-            wanted.add(last)
-            questions.add(last, now)
-        while (question := questions.next(now)) is not None:
-            asked += [(question.id, index, part) for index, part in enumerate(question.parts)]
-        chance.shuffle(asked)
-        while asked and chance.random() < 0.7:
-            number, index, part = asked.pop()
-            got = questions.take(number, index, now)
-            assert got == (part if part in wanted else None)
-            assert questions.take(number, index, now) is None
-            wanted.discard(part)
-            ended.add(part)
-        if now >= questions.deadline():
-            given_up = questions.fail(now)
-            assert len(given_up) == len(set(given_up))
-            assert set(given_up) == wanted
-            ended |= wanted
-            wanted.clear()
-            assert questions.is_away(now + AWAY_S / 2)
-        assert questions.is_idle == (not wanted) or not wanted
-    assert wanted | ended == set(range(1, last + 1))
-
-
-def test_a_trickle_is_not_an_answer() -> None:
-    """A peer that sends one chunk of a question now and then fails, as one that is silent."""
-    questions: Questions[int] = Questions(1)
-    questions.needs_payload = False
-    for part in range(60):
-        questions.add(part, 0.0)
-    question = questions.next(0.0)
-    assert question is not None
-    now = 0.0
-    for index in range(50):
-        if now >= questions.deadline():
-            break
-        questions.take(question.id, index, now)
-        now += 1.0
-    assert now <= QUESTION_S + 1.0

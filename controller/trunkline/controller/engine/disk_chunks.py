@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_digest
@@ -141,6 +141,32 @@ def _note_root(changes: list[DiskChange], node: Node) -> None:
 def _expiry(node: Node) -> float:
     """Return when the chunk expires, in the index's form: 0 is never."""
     return node.expires if math.isfinite(node.expires) else 0.0
+
+
+@dataclass(slots=True)
+class GoneTrees:
+    """What trees that are gone, with their workers, leave to the next one."""
+
+    changes: list[DiskChange] = field(default_factory=list)
+    """Changes of the disk index that it has not been told of."""
+    unwritten: set[ChunkName] = field(default_factory=set)
+    """Chunks that were still to be written to the remote tier."""
+
+    def add(self, tree: RadixCache) -> None:
+        """Note what a tree leaves."""
+        self.changes += take_disk_changes(tree)
+        self.unwritten |= tree.tiers.unwritten()
+
+    def restore(self, tree: RadixCache, stored: StoredChunks, now: float) -> None:
+        """Put the chunks on disk into the next tree, as `restore_chunks` does."""
+        self.changes += restore_chunks(tree, stored, now, self.unwritten)
+        self.unwritten.clear()
+
+    def take_changes(self, tree: RadixCache) -> list[DiskChange]:
+        """Return what the disk index is still to be told, by trees that are gone and by this one."""
+        changes = [*self.changes, *take_disk_changes(tree)]
+        self.changes.clear()
+        return changes
 
 
 def restore_chunks(

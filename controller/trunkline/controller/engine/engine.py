@@ -22,7 +22,7 @@ from math import inf
 
 from trunkline.controller.engine.announced import expect_prompt, forget_prompt
 from trunkline.controller.engine.calm import CalmSteps
-from trunkline.controller.engine.disk_chunks import DiskChange, StoredChunks, restore_chunks, take_disk_changes
+from trunkline.controller.engine.disk_chunks import GoneTrees, StoredChunks
 from trunkline.controller.engine.events import (
     AbortRequest,
     AnswerTold,
@@ -58,7 +58,6 @@ from trunkline.controller.tiers.holders import Holders
 from trunkline.controller.tiers.prefetch import Prefetcher
 from trunkline.controller.tiers.tier_orders import TierOrders
 from trunkline.controller.totals import Totals
-from trunkline.kvstore.chunks import ChunkName
 from trunkline.router.messages import Finished, FinishReason, Flushed, Prefetched
 from trunkline.worker.messages import CompileGrammar, ForgetGrammar, StepPlan, TierOrder
 
@@ -91,10 +90,7 @@ class Engine:
         self._calm = CalmSteps(self._requests, self._inflight)
         self._drops_cache = False
         """Whether to drop the cache when new workers are ready."""
-        self._disk_changes: list[DiskChange] = []
-        """Disk changes of trees that are gone; the next `Ready` has them."""
-        self._unwritten: set[ChunkName] = set()
-        """Chunks of trees that are gone which were still to be written to the remote tier."""
+        self._gone_trees = GoneTrees()
         self._unbooked: PlanBuilder | None = None
         """A plan that has been made, and is still to be entered in the books."""
         self._starting: list[Sequence] = []
@@ -117,8 +113,7 @@ class Engine:
 
     def _restore(self, stored: StoredChunks | None, now: float) -> None:
         if stored is not None:
-            self._disk_changes += restore_chunks(self.scheduler.kv.tree, stored, now, self._unwritten)
-            self._unwritten.clear()
+            self._gone_trees.restore(self.scheduler.kv.tree, stored, now)
 
     def step(self, events: Iterable[Event], now: float) -> Ready:
         """Take in what has happened, plan the next step if that is possible, and return what has to be done.
@@ -170,8 +165,7 @@ class Engine:
         self._starting.clear()
         orders = self._tier_orders(now) if can_plan else ()
         studies = self.scheduler.drafting.study(is_idle=self.is_idle)
-        disk_changes = [*self._disk_changes, *take_disk_changes(self.scheduler.kv.tree)]
-        self._disk_changes.clear()
+        disk_changes = self._gone_trees.take_changes(self.scheduler.kv.tree)
         ready = Ready(
             grammars=grammars,
             plan=plan if plans else None,
@@ -352,8 +346,7 @@ class Engine:
     def _renew(self, config: EngineConfig) -> None:
         """Forget everything that the workers held. Totals go on."""
         tree = self.scheduler.kv.tree
-        self._disk_changes += take_disk_changes(tree)
-        self._unwritten |= tree.tiers.unwritten()
+        self._gone_trees.add(tree)
         self._install(config, tree.tiers.highest_disk_generation)
 
     # Tiers
