@@ -366,6 +366,8 @@ def mutations(data: bytes, rng: random.Random, count: int) -> Iterator[bytes]:
     for _ in range(count):
         damaged = bytearray(data)
         for _ in range(rng.choice((1, 1, 1, 2, 5))):
+            if not damaged:
+                break
             place, kind = rng.randrange(min(header, len(damaged))), rng.random()
             if kind < 0.4:
                 damaged[place] = rng.randrange(256)
