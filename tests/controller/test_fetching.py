@@ -155,6 +155,12 @@ def test_a_wait_that_has_begun_does_not_end_because_reads_turn_out_slower() -> N
         assert desk.fetching.worth_waiting(waiting, desk.path[-left:], 10.01)
     assert desk.fetching.next_deadline(10.01) == deadline
     assert not desk.fetching.worth_waiting(waiting, desk.path[4:], 10.02), "the disk's are there"
+    desk, waiting = Desk(4, 4), group()
+    desk.costs_us(disk=3000.0)
+    desk.tiers.health[TierKind.REMOTE].is_paused = True
+    for _ in range(2):
+        assert desk.fetching.worth_waiting(waiting, desk.path, 10.0), "what is behind it was never waited for"
+        desk.costs_us(disk=50000.0)
     desk, waiting = Desk(4), group()
     assert desk.fetching.worth_waiting(waiting, desk.path, 10.0)
     desk.tiers.health[TierKind.DISK].is_paused = True

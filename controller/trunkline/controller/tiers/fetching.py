@@ -109,7 +109,7 @@ class Fetching:
         wait = self._waits.setdefault(group.id, _Wait())
         if wait.gave_up:
             return False
-        if wait.last not in far or self._tiers.predicted_us(far) == inf:
+        if not self._may_last_come(wait, far):
             count, predicted_us = self._best(far, saved)
             if not count:
                 wait.gave_up = True
@@ -129,6 +129,13 @@ class Fetching:
         if not self._tiers.is_coming(far[0]):
             self.expect(group, far)
         return True
+
+    def _may_last_come(self, wait: _Wait, far: list[Node]) -> bool:
+        """Return whether the last chunk that was worth waiting for is still far away, and within reach. What is
+        behind it does not matter."""
+        if wait.last is None or wait.last not in far:
+            return False
+        return self._tiers.predicted_us(far[: far.index(wait.last) + 1]) < inf
 
     def _best(self, far: list[Node], saved: int) -> tuple[int, float]:
         """Return how many of these chunks to load, so that loading them and computing the others is fastest, and
