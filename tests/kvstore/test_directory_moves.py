@@ -389,3 +389,28 @@ def test_what_left_host_memory_too_early_is_written_when_it_is_read_again(seed: 
     assert len(stored) > 12
     assert [chunk for chunk in stored if not (chunk.disk_ready and chunk.remote)] == []
     assert set(written.values()) <= {0, 1}
+
+
+def test_what_host_memory_held_wrongly_is_written_when_the_disk_has_given_it() -> None:
+    """The disk had it already when the write to the remote tier found another chunk's bytes in its slot."""
+    bench = Bench(8, 16, remote=True, write_behind=True)
+    (chunk,) = bench.path("a")
+    assert bench.save(chunk)
+    moves = {move.tier: move for move in bench.orders()}
+    bench.end([moves[TierKind.DISK]])
+    bench.end([moves[TierKind.REMOTE]], MoveStatus.MISS)
+    assert where(chunk) == "d"
+    assert bench.directory.unwritten() == {chunk.name}
+    bench.directory.want(1, (0.0,), [chunk])
+    assert bench.settle() == ["<a0", ">a0"]
+    assert chunk.remote
+
+
+def test_what_a_probe_has_found_is_not_written_again() -> None:
+    bench = Bench(8, 16, remote=True, write_behind=True)
+    owed, found = bench.path("a", 2)
+    bench.on_disk(owed, found)
+    for chunk in (owed, found):
+        bench.directory.owe(chunk)
+    bench.directory.add_remote(found)
+    assert bench.directory.unwritten() == {owed.name}

@@ -350,7 +350,7 @@ class Directory(Generic[ChunkT]):
         behind, moves = self.mover.behind, self.mover.in_flight.values()
         writing = (move.chunk for move in moves if move.is_write and move.tier is TierKind.REMOTE)
         lacking = (*behind.queues[TierKind.REMOTE], *behind.owed[TierKind.REMOTE], *writing)
-        return {chunk.name for chunk in lacking if chunk.disk_ready}
+        return {chunk.name for chunk in lacking if chunk.disk_ready and not chunk.remote}
 
     def owe(self, chunk: ChunkT) -> None:
         """Note that the remote tier lacks a chunk, which is written there once it is read into host memory."""

@@ -414,8 +414,10 @@ class TierMover(Generic[ChunkT]):
         if status is MoveStatus.FAILED:
             if chunk.host_ready:
                 self.behind.add_again(move.tier, chunk)
-        elif chunk.host_ready and not chunk.busy:
-            self.release_host(chunk)  # a miss: the host slot does not hold its bytes
+        elif chunk.host_ready:  # a miss: the host slot does not hold its bytes
+            self.behind.owed[move.tier].add(chunk)
+            if not chunk.busy:
+                self.release_host(chunk)
 
     def _read(self, move: Move[ChunkT], status: MoveStatus) -> None:
         chunk = move.chunk
