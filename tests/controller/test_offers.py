@@ -241,6 +241,11 @@ def test_a_controller_that_stands_still_takes_no_time_from_the_routers() -> None
     wait.handed(1)
     assert wait.is_over(90.0)
     assert wait.is_over(150.0)
+    wait.begin(2, 200.0)
+    wait.asked(1)
+    wait.gone(1, 1, 230.0)
+    assert not wait.is_over(230.0)
+    assert wait.deadline == 230.0 + BEGIN_SECONDS, "for the other one the time begins behind the pause"
 
 
 @pytest.mark.processes

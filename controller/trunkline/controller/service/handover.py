@@ -56,6 +56,7 @@ class HandoverWait:
             self._until = -inf
         elif router in self._routers:
             self._until = max(self._until, now + BEGIN_SECONDS)
+            self._looks.begin(now)  # a time that is over moves no deadline that begins now
         self._routers.discard(router)
 
     def is_over(self, now: float) -> bool:
