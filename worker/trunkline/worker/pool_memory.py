@@ -147,7 +147,7 @@ class MemoryAhead:
 
     @property
     def is_short(self) -> bool:
-        """Whether a pool has less than `AHEAD_BYTES` taken ahead."""
+        """Whether less of a pool is taken ahead than should be (`PagesAhead.is_short`)."""
         return any(area.is_short for area in self._areas)
 
     def patience_ms(self, longest_ms: int) -> int:
