@@ -331,7 +331,7 @@ def test_a_chunk_for_which_there_will_be_no_room_is_not_said_to_be_coming() -> N
 
 def test_what_is_still_to_be_written_is_written_before_host_memory_drops_it() -> None:
     """The disk has it, so nothing is lost here; but other groups look for it in the remote tier."""
-    bench = Bench(8, 16, remote=True, write_behind=True, host_free=2, write_pause_s=1.0, write_within_s=9.0)
+    bench = Bench(9, 16, remote=True, write_behind=True, host_free=2, write_pause_s=1.0, write_within_s=9.0)
     path = bench.path("a", 8)
     bench.on_disk(*path)
     for chunk in path[:7]:
@@ -340,10 +340,26 @@ def test_what_is_still_to_be_written_is_written_before_host_memory_drops_it() ->
     bench.directory.mover.behind.note_requests(bench.now, is_busy=True)
     moves = bench.orders()
     assert [(move.chunk, move.tier, move.evicts) for move in moves] == [(path[7], TierKind.REMOTE, True)]
-    assert where(*path) == "bbbbbbdb", "the remote tier has a6, which leaves at once"
     bench.end(moves)
+    assert where(*path) == "bbbbbbbb"
     assert bench.orders() == []
+    assert where(*path) == "bbbbbbbd"
     assert path[7].remote
+
+
+@pytest.mark.parametrize("host_free", [1, 2, 3, 4])
+def test_a_remote_tier_that_takes_its_time_keeps_no_fetch_waiting(host_free: int) -> None:
+    """Host memory is full of what is still to be written there, and the disk has all of it."""
+    times = {"write_pause_s": 1.0, "write_within_s": 9.0}
+    bench = Bench(16, 64, remote=True, write_behind=True, host_free=host_free, **times)
+    held, wanted = bench.path("a", 16), bench.path("b", 8)
+    bench.on_disk(*held, *wanted)
+    assert bench.save(*held)
+    bench.directory.mover.behind.note_requests(bench.now, is_busy=True)
+    bench.directory.want(1, (0.0,), wanted)
+    for _ in range(8):
+        bench.end([move for move in bench.orders() if move.tier is TierKind.DISK])
+    assert where(*wanted) == "bbbbbbbb"
 
 
 @pytest.mark.parametrize("seed", seeds(20))

@@ -297,6 +297,8 @@ class TierMover(Generic[ChunkT]):
     def _write_before_drop(self, chunk: ChunkT, now: float) -> bool:
         """Write a chunk that is about to leave host memory to a tier for which it is still queued, if one can take
         it now; return whether one can. Its slot can be freed when that has ended."""
+        if 2 * (self._copies.host.free_count - self._copies.unsaved_claims) < self._config.host_buffer:
+            return False  # fetches would have to wait for that tier, however slow it is
         for tier in self._health:
             if self.behind.is_due(tier, chunk) and self._takes_more(tier):
                 self._order(chunk, Source(tier), is_write=True, now=now, evicts=True)
