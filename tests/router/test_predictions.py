@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import ValidationError
-from router.api_calls import payloads
+from router.api_calls import named_events, payloads
 from router.fake_controller import FakeController
 
 from trunkline.kvstore.chunks import pack_int32
@@ -100,6 +100,24 @@ def test_drafts_are_counted_in_usage(
     fake.behaviour.drafts = None
     if not path.endswith("messages"):
         assert details_of(http, path, body | PREDICTED, field) == dict.fromkeys(COUNTED, 0)
+
+
+@pytest.mark.parametrize(("path", "body", "field"), PLACES)
+def test_drafts_are_counted_in_the_usage_of_a_stream(
+    http: httpx.Client, fake: FakeController, path: str, body: dict[str, Any], field: str
+) -> None:
+    fake.behaviour.script = lambda _: [5] * 12
+    fake.behaviour.burst = 6
+    fake.behaviour.drafts = (7, 5, True)
+    limit = {"max_output_tokens": 12} if "responses" in path else {"max_tokens": 12}
+    options = {"stream_options": {"include_usage": True}} if path.endswith("completions") else {}
+    answer = http.post(path, json={"model": "demo", "stream": True} | body | limit | options)
+    if path.endswith("completions"):
+        usage = payloads(answer)[-1]["usage"]
+    else:
+        last = [event for event in named_events(answer) if "usage" in event.get("response", event)][-1]
+        usage = last.get("response", last)["usage"]
+    assert {name: usage[field][name] for name in COUNTED} == COUNTED
 
 
 def test_drafts_of_all_samples_are_counted_in_a_stream(http: httpx.Client, fake: FakeController) -> None:
