@@ -121,3 +121,18 @@ class RandomDrafts(DraftSource):
         ]
         guesses += [self._random.randrange(VOCABULARY) for _ in range(count - len(coming))]
         return np.array(guesses, np.int32)
+
+
+class KnownDrafts(RandomDrafts):
+    """Guesses what requests said before, and other things; every token that comes must be what was said."""
+
+    def __init__(self, simulation: Simulation, outputs: dict[int, list[list[int]]]) -> None:
+        """
+        Args:
+            outputs: of each request's samples, by the request's number.
+        """
+        super().__init__(simulation, 0, right=0.8)
+        self._outputs = outputs
+
+    def _expected(self, sequence: Sequence) -> list[int]:
+        return self._outputs[sequence.request_id][sequence.sample]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulation.drafts import RandomDrafts, draft_from
+from simulation.drafts import KnownDrafts, draft_from
 from simulation.driver import Simulation
 from worker.beam_driver import Case, check, expected_hypotheses, with_likely_stops
 from worker.checkpoints import ABSOLUTE, Models, transformers_logits
@@ -17,7 +17,6 @@ from worker.variants import FAMILIES
 
 from trunkline.controller.messages import BeamSearch
 from trunkline.controller.scheduling import row_blocks
-from trunkline.controller.sequences.sequence import Sequence
 from trunkline.kvstore.chunk_format import KV_DTYPES
 
 LATENT = ("deepseek", "glm4-moe-lite", "mistral4")
@@ -118,17 +117,6 @@ def results(simulation: Simulation, request: int) -> tuple[Any, ...]:
     found = [(h.tokens, round(h.score, 3), h.reason) for h in stream.hypotheses or []]
     scored = {position: round(row[0], 3) for position, row in stream.scored.items()}
     return stream.outputs, found, scored
-
-
-class KnownDrafts(RandomDrafts):
-    """Guesses what a request said before, and other things; every token that comes must be what it said."""
-
-    def __init__(self, simulation: Simulation, outputs: dict[int, list[list[int]]]) -> None:
-        super().__init__(simulation, 0, right=0.8)
-        self._outputs = outputs
-
-    def _expected(self, sequence: Sequence) -> list[int]:
-        return self._outputs[sequence.request_id][sequence.sample]
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
