@@ -184,6 +184,29 @@ def test_drafts_preempt_nobody(seed: int) -> None:
     assert is_enough(blocks, drafts=True)
 
 
+@pytest.mark.parametrize("blocks", [10, 12, 200])
+@pytest.mark.parametrize("good", [0, 1, 1000])
+def test_drafts_take_nothing_from_the_cache(good: int, blocks: int) -> None:
+    """What is found of an answer, and of a prompt that the pool has no room for beside it, is what would be found
+    without drafts."""
+    prompt, other, found = [1, 2, 3], [9] * 61, []
+    for drafts in (False, True):
+        simulation = Simulation(replace(ROOMY, chunk_size=8, num_blocks=blocks, max_context=80))
+        if drafts:
+            drafting(simulation, good=good, longest=20)
+        simulation.ask(other, 2)
+        answer = simulation.ask(prompt, 41).output
+        cached = [simulation.engine.counters.cached_tokens]
+        for again in ([*prompt, *answer, 7], [*other, 8]):
+            simulation.ask(again, 2)
+            cached.append(simulation.engine.counters.cached_tokens - sum(cached))
+        found.append(cached)
+        assert (simulation.engine.counters.drafted_tokens > 30) == drafts
+    assert found[0] == found[1]
+    assert found[0][1] == 43
+    assert (found[0][2] < 61) == (blocks < 13)
+
+
 def test_a_step_with_drafts_is_waited_for() -> None:
     simulation = Simulation(ROOMY)
     source = drafting(simulation)

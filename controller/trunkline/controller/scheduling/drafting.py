@@ -13,6 +13,8 @@ Each token is drawn as it would be without drafts, so texts do not depend on the
    prompt tokens at most `token_budget`.
 3. A row takes blocks early for its drafts only while each row could still have one more block; no sequence is
    preempted for drafts. If the drafts are refused, the row keeps the blocks, which it needs a few tokens later.
+   For such a block an idle chunk may leave the cache a few tokens early; a row that meets a stop token before it
+   needs the block has had it evicted in vain.
 4. No draft stands where the request would have ended: at its largest length.
 5. KV of refused drafts lies behind the row's tokens, in blocks that only this row has, and is overwritten by the
    next steps. A chunk is named and shared only when all of its tokens have been drawn.
