@@ -430,3 +430,22 @@ def test_what_a_probe_has_found_is_not_written_again() -> None:
         bench.directory.owe(chunk)
     bench.directory.add_remote(found)
     assert bench.directory.unwritten() == {owed.name}
+
+
+def test_writes_behind_of_what_the_disk_has_keep_no_fetch_waiting() -> None:
+    """The remote tier has as many in flight as it may, more than slots are to be kept free, and takes its time.
+    Meanwhile steps save chunks into the free slots."""
+    times = {"write_pause_s": 1.0, "write_within_s": 9.0}
+    bench = Bench(32, 64, remote=True, write_behind=True, host_free=2, writes_in_flight=4, **times)
+    held, saved, wanted = bench.path("a", 30), bench.path("b", 2), bench.path("c", 8)
+    bench.on_disk(*held, *saved, *wanted)
+    assert bench.save(*held)
+    bench.orders()
+    bench.now += 2.0
+    assert bench.orders() == []
+    assert bench.directory.health[TierKind.REMOTE].writing == 4
+    assert bench.save(*saved)
+    bench.directory.want(1, (0.0,), wanted)
+    for _ in range(8):
+        bench.end([move for move in bench.orders() if move.tier is TierKind.DISK])
+    assert where(*wanted) == "bbbbbbbb"

@@ -79,7 +79,7 @@ class Move(Generic[ChunkT]):
     ordered: float
     evicts: bool = False
     """Whether this is a write after which the host slot can be freed: the slot is needed, or no waiting job wants
-    the chunk."""
+    the chunk and the disk does not have it. Fetches wait for such writes."""
     borrows: bool = False
     """Whether this is a read into one of the host slots that are kept free."""
     peer: int = NO_PEER
@@ -349,7 +349,7 @@ class TierMover(Generic[ChunkT]):
                 assert reserved is not None, "room was made"
             slot = chunk.disk
             generation = copies.disk.generation(slot)
-        evicts = evicts or (is_write and not chunk.wants and not chunk.busy)
+        evicts = evicts or (is_write and not (chunk.wants or chunk.busy or chunk.disk_ready))
         chunk.busy += 1
         self._freeing += evicts
         self._borrowed += borrows
