@@ -133,6 +133,26 @@ def test_one_controller_finds_what_another_left_in_the_remote_tier() -> None:
     assert tiers_of(stream) == [0, 0, 0, 32]
 
 
+def test_what_another_controller_has_computed_comes_over_the_network_once() -> None:
+    first, second = simulate(), simulate()
+    session = Session(first)
+    session.turn(30)
+    settle(first)
+    second.tiers.remote = first.tiers.remote
+    elsewhere = Session(second, start=900, history=session.history)
+    assert tiers_of(elsewhere.turn(3)) == [0, 0, 0, 32]
+    settle(second)
+    kv, tree = second.scheduler.kv, second.tree
+    kv.make_room(second.engine.config.num_blocks)
+    for node in sorted(tree.nodes(), key=lambda node: -node.depth):
+        tree.tiers.mover.drop_host(node)
+    tree.drop_lost()
+    again = Session(second, start=700, history=session.history)
+    found = tiers_of(again.turn(3))
+    assert found[REMOTE] == 0
+    assert found[DISK] >= 32
+
+
 @pytest.mark.parametrize("dead", [False, True])
 def test_a_probe_that_is_not_answered_holds_nobody_for_long(dead: bool) -> None:
     simulation = simulate(pace_s=0.001)

@@ -365,13 +365,17 @@ def test_a_remote_tier_that_takes_its_time_keeps_no_fetch_waiting(host_free: int
 @pytest.mark.parametrize("seed", seeds(20))
 def test_what_left_host_memory_too_early_is_written_when_it_is_read_again(seed: int) -> None:
     """Each chunk once to each tier, however slow one of them is and whichever chunks host memory drops meanwhile.
-    A gap would hide all of the path below it from other groups."""
+    A gap would hide all of the path below it from other groups. What another group has written to the remote tier
+    is written to the disk only."""
     rng = random.Random(seed)
     times = {"write_pause_s": 0.25, "write_within_s": 1.0}
     limits = {"host_free": rng.randint(1, 2), "writes_in_flight": rng.randint(1, 3)}
     bench = Bench(rng.randint(5, 8), 64, remote=True, write_behind=True, **times, **limits)
     paths = [bench.path(name, 3) for name in "abcdefgh"]
     under_way, written = list[Move[Chunk]](), Counter[tuple[TierKind, Chunk]]()
+    foreign = [chunk for path in rng.sample(paths, 3) for chunk in path[: rng.randint(1, 3)]]
+    for chunk in foreign:
+        bench.directory.add_remote(chunk)
 
     def order(*, is_busy: bool) -> None:
         bench.directory.mover.behind.note_requests(bench.now, is_busy=is_busy)
@@ -405,6 +409,7 @@ def test_what_left_host_memory_too_early_is_written_when_it_is_read_again(seed: 
     assert len(stored) > 12
     assert [chunk for chunk in stored if not (chunk.disk_ready and chunk.remote)] == []
     assert set(written.values()) <= {0, 1}
+    assert not any(written[TierKind.REMOTE, chunk] for chunk in foreign)
 
 
 def test_what_host_memory_held_wrongly_is_written_when_the_disk_has_given_it() -> None:

@@ -10,7 +10,8 @@ Moves are ordered for four reasons, in this order (CachedAttention §3.3):
 3. *fetch ahead*: if nothing is to be fetched for a waiting job, the chunks of sessions that are expected soon are
    read (`trunkline.kvstore.fetch_ahead`).
 4. *write-behind*: chunks that are in host memory only are copied into free disk slots and to the remote tier, so
-   they survive a restart and can be dropped at once later.
+   they survive a restart and can be dropped at once later. What was read from the remote tier is copied into free
+   disk slots, so it is read from there next time.
 
 Every move is transactional. No copy is given up before the other one is verified. A failed move leaves its source.
 A read that does not bring back what was written is a miss, and that copy is forgotten.
@@ -79,7 +80,7 @@ class Move(Generic[ChunkT]):
     ordered: float
     evicts: bool = False
     """Whether this is a write after which the host slot can be freed: the slot is needed, or no waiting job wants
-    the chunk and the disk does not have it. Fetches wait for such writes."""
+    the chunk and no tier below has it. Fetches wait for such writes."""
     borrows: bool = False
     """Whether this is a read into one of the host slots that are kept free."""
     peer: int = NO_PEER
@@ -349,7 +350,7 @@ class TierMover(Generic[ChunkT]):
                 assert reserved is not None, "room was made"
             slot = chunk.disk
             generation = copies.disk.generation(slot)
-        evicts = evicts or (is_write and not (chunk.wants or chunk.busy or chunk.disk_ready))
+        evicts = evicts or (is_write and not (chunk.wants or chunk.busy or chunk.disk_ready or chunk.remote))
         chunk.busy += 1
         self._freeing += evicts
         self._borrowed += borrows

@@ -3,6 +3,8 @@
 They are written in a pause, because who comes back at once with a cached prompt would wait beside these writes.
 A chunk may have to leave host memory when only one of the tiers has it. Then it is *owed* to the other tier: it is
 queued again once it is read, or that tier would lack it for ever, and with it all of the path below it.
+What is read from the remote tier is queued for the disk in any case: another group may have computed it, or the
+disk may have lost it. Else it would travel from the remote tier again and again.
 Pure: time is an argument.
 """
 
@@ -64,9 +66,13 @@ class WriteBehind(Generic[ChunkT]):
                 self.owed[tier].add(chunk)
 
     def came_back(self, chunk: ChunkT) -> None:
-        """Queue a chunk that was read into host memory for the tiers to which it is owed."""
+        """Queue a chunk that was read into host memory for the tiers to which it is owed, and for the disk if the
+        remote tier has it.
+
+        What only a peer has is written when it leaves host memory, because that copy is the only one.
+        """
         for tier, owed in self.owed.items():
-            if chunk in owed:
+            if chunk in owed or (tier is TierKind.DISK and chunk.remote):
                 owed.discard(chunk)
                 if not _has(tier, chunk):
                     self.add_again(tier, chunk)
