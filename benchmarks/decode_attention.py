@@ -2,9 +2,11 @@
 
     python benchmarks/decode_attention.py [--quick] [--json PATH] [--part NAME] [--threads 1|2]
 
-Parts: grid, merge, diverge, batch, chunks, plan; all without `--part`. A row's context is `n_p` tokens, of which
-the first `n_s` are shared by all rows, and one token of its own. `plan` runs no attention: it builds the plan of
-32 beams, eight searches of four, with 20 to 32 blocks each. Implementations, interleaved in rounds within a cell:
+Parts: grid, merge, diverge, batch, open, chunks, plan; all without `--part`. A row's context is `n_p` tokens, of
+which the first `n_s` are shared by all rows, and one token of its own. `open` has rows as a server has them, with
+17 to 112 tokens behind 1,024 shared ones, and the heads of the small model. `plan` runs no attention: it builds
+the plan of 32 beams, eight searches of four, with 20 to 32 blocks each. Implementations, interleaved in rounds
+within a cell:
 
 - tpp: two-phase partition, what the engine uses.
 - sequence_first: the same kernels without batching over rows, on the same shared pages (the paper's PagedAttn*).
@@ -44,7 +46,7 @@ POOL_BYTES_MIN: Final = 192 << 20
 """Several times the last-level cache: what a round of layers reads at least, where layers are many enough."""
 LAYERS_MAX: Final = 192
 SCATTER_BLOCKS: Final = 64
-PARTS: Final = ("grid", "merge", "diverge", "batch", "chunks", "plan")
+PARTS: Final = ("grid", "merge", "diverge", "batch", "open", "chunks", "plan")
 SEARCHES, WIDTH = 8, 4
 """Of part `plan`."""
 
@@ -62,10 +64,19 @@ class Case:
     threads: int = 1
     chunk: int = 64
 
+    spread: int = 0
+    """How many tokens more than the first row the last one has; `n_p` is the middle."""
+
+    @property
+    def totals(self) -> Int32Array:
+        """Tokens of each row's context."""
+        ends = self.n_p + 1 - self.spread // 2, self.n_p + 1 + self.spread - self.spread // 2
+        return np.linspace(*ends, self.batch).astype(np.int32)
+
     @property
     def distinct_tokens(self) -> int:
         """Tokens of KV that exist."""
-        return self.n_s + self.batch * (self.n_p - self.n_s + 1)
+        return int(self.n_s + (self.totals - self.n_s).sum())
 
     @property
     def layer_bytes(self) -> int:
@@ -73,27 +84,27 @@ class Case:
 
     @property
     def flops(self) -> int:
-        return self.batch * (self.n_p + 1) * self.heads * self.d * 4
+        return int(self.totals.sum()) * self.heads * self.d * 4
 
 
 def make_plan(case: Case) -> tuple[DecodePlan, int]:
     """The plan, and the number of blocks it uses."""
-    chunk, total = case.chunk, case.n_p + 1
-    table = -(-total // chunk)
+    chunk, totals = case.chunk, case.totals
     shared = case.n_s // chunk
-    own = table - shared
-    index = np.tile(np.arange(table), case.batch)
-    row = np.repeat(np.arange(case.batch), table)
-    block = np.where(index < shared, index, shared + row * own + index - shared)
-    count = np.where(index == table - 1, total - (table - 1) * chunk, chunk)
+    tables = -(-totals // chunk)
+    begins = np.cumsum(tables) - tables
+    row = np.repeat(np.arange(case.batch), tables)
+    index = np.arange(len(row)) - begins[row]
+    own = begins - np.arange(case.batch) * shared  # how many own blocks the rows before have
+    block = np.where(index < shared, index, own[row] + index)
+    count = np.minimum(chunk, totals[row] - index * chunk)
     zeros = np.zeros(len(row))
     columns = (row, index, block, zeros, count, index * chunk, zeros)
     segments = Segments(*(column.astype(np.int32) for column in columns))
     runs = np.array([[0, case.batch, 0, shared]] if shared and case.batch > 1 else [], dtype=np.int32).reshape(
         -1, 4
     )
-    positions = np.full(case.batch, total - 1, dtype=np.int32)
-    return build_decode_plan(segments, positions, runs, chunk), shared + case.batch * own
+    return build_decode_plan(segments, totals - 1, runs, chunk), int(block.max()) + 1
 
 
 class Setup:
@@ -266,6 +277,13 @@ def batch(report: Report, quick: bool) -> None:
             report.add(shown, "rate", rows / value * 1e6, "tokens/s of one layer", rounds)
 
 
+def open_chunks(report: Report, quick: bool) -> None:
+    """A step of 32 rows of the small model, beside the matrix product of the same minute."""
+    limits = ceilings(report, 1, quick)
+    for rows in (32,) if quick else (8, 32):
+        cell(report, Case(1088, 1024, batch=rows, heads=12, kv_heads=4, d=64, spread=95), limits, {}, quick)
+
+
 def chunks(report: Report, quick: bool) -> None:
     """Chunk sizes, without sharing and with three quarters shared."""
     for chunk in (16, 64) if quick else (16, 32, 64, 128):
@@ -322,7 +340,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, choices=(1, 2), help="of the grid; default: both")
     arguments: argparse.Namespace = parser.parse_args()
     report = Report("decode_attention")
-    parts = {"merge": merge, "diverge": diverge, "batch": batch, "chunks": chunks, "plan": plan}
+    parts = {
+        "merge": merge,
+        "diverge": diverge,
+        "batch": batch,
+        "open": open_chunks,
+        "chunks": chunks,
+        "plan": plan,
+    }
     for name in [arguments.part] if arguments.part else PARTS:
         if name == "grid":
             grid(report, arguments.quick, arguments.threads)

@@ -16,7 +16,7 @@ import tvm_ffi
 
 import trunkline.kernels
 
-ISA_LEVELS: Final = ("portable", "avx2", "avx512", "avx512bf16")
+ISA_LEVELS: Final = ("portable", "avx2", "avx512", "avx512bf16", "amx")
 """Names of the instruction-set levels, in the order of the library's numbers (`csrc/cpu/cpu_level.h`)."""
 ISA_VARIABLE: Final = "TRUNKLINE_CPU_ISA"
 """Environment variable that forces a lower instruction-set level, for tests and for comparisons."""

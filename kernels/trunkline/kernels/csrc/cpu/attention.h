@@ -187,5 +187,10 @@ const AttentionTable& attention_table();
 const BlockTable& block_table();
 const LimitTable& limit_table();
 }  // namespace avx512bf16
+namespace amx {
+using avx512bf16::block_table;
+const AttentionTable& attention_table();
+const LimitTable& limit_table();
+}  // namespace amx
 
 }  // namespace trunkline

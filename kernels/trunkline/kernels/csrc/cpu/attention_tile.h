@@ -14,26 +14,20 @@
 // Batch invariance: no instruction mixes rows, and what is skipped is skipped only where it adds exactly nothing.
 #pragma once
 
+#include <type_traits>
+
 #include "attention.h"
 #include "attention_ahead.h"
 #include "attention_group.h"
+#include "attention_mask.h"
 #include "attention_memory.h"
 #include "attention_result.h"
+#include "tile_product.h"
 
 namespace trunkline::TRUNKLINE_NAMESPACE {
 namespace {
 
 constexpr float kPeakSlack = 8.0f;
-
-// What is done to the scores of a group beyond scaling.
-struct Adjustment {
-  bool any;
-  bool scales;         // scores come out scaled; else only masked, so that a mask that hides nothing of a row
-                       // leaves its bits alone
-  bool bias;           // slopes
-  bool by_reach;       // the lower limit is each query's own
-  float lower, upper;  // distances key - query in [lower, upper) are visible
-};
 
 // T is what keys and values are multiplied as (`Attending`). Queries come and results leave in the form of a type that
 // attends as T.
@@ -48,6 +42,8 @@ class AttentionUnit {
   static constexpr bool kPairs = kMultipliesPairs<T>;
   // Whether a head's scores become weights beside the products of other heads, rather than those of all heads at once.
   static constexpr bool kWeighsByHead = kBytes || kPairs;
+  // Whether there are matrix registers for its products.
+  static constexpr bool kHasTiles = TRUNKLINE_LEVEL >= 4 && std::is_same_v<T, BFloat16>;
 
   // `vectors` query vectors for each of `heads` KV heads from `head` on, numbered head by head. Several heads: at
   // most kRowBlock in all, and chunks of whole token steps.
@@ -70,6 +66,9 @@ class AttentionUnit {
     group_.value_scratch = reinterpret_cast<B*>(memory_.values);
   }
 
+  // From here on a unit of one head multiplies by tiles, if vectors are whole tiles wide. These round otherwise.
+  void multiply_by_tiles() { tiled_ = kHasTiles && heads_ == 1 && d_ % 32 == 0; }
+
   // What this unit fetches while it multiplies many vectors, beside its own next tiles.
   void fetch(TilesAhead& ahead) { ahead_ = &ahead; }
 
@@ -91,6 +90,7 @@ class AttentionUnit {
     using Storage = typename Query::Storage;
     if constexpr (T::kPlainA) {
       memory_.query_rows[i] = q;
+      if (tiled_) std::memcpy(query_row(i), q, static_cast<size_t>(d_) * sizeof(Storage));
     } else if constexpr (kPairs) {
       auto* row = reinterpret_cast<Storage*>(memory_.queries + i * padded_);
       std::memcpy(row, q, static_cast<size_t>(d_) * sizeof(Storage));
@@ -120,7 +120,7 @@ class AttentionUnit {
     group_.origin = query_lowest;
     while (reader_.next(at, head_, group_)) {
       if (group_.size == 0) continue;
-      const Adjustment how = adjustment(causal, query_lowest, query_highest);
+      const Adjustment how = adjustment_of(rule_, group_, causal, query_lowest, query_highest);
       if (heads_ > 1) {
         attend_heads(how, at);
         continue;
@@ -152,6 +152,8 @@ class AttentionUnit {
   }
 
  private:
+  TRUNKLINE_INLINE char* query_row(int i) const { return reinterpret_cast<char*>(memory_.queries) + i * d_ * 2; }
+
   // Where the latent's part of a query stands in its row; 0: there are no two parts.
   TRUNKLINE_INLINE int latent_start() const { return static_cast<int>(round_up(rotary_, 16)); }
 
@@ -160,19 +162,6 @@ class AttentionUnit {
     int j = 0;
     for (; j + kLanes <= n; j += kLanes) store(to + j, Query::load_floats(from + j));
     for (; j < n; ++j) to[j] = Query::to_float(from[j]);
-  }
-
-  TRUNKLINE_INLINE Adjustment adjustment(bool causal, int32_t query_lowest, int32_t query_highest) const {
-    Adjustment how{};
-    how.bias = rule_.slopes != nullptr;
-    how.lower = kMinusInfinity, how.upper = __builtin_inff();
-    if (causal && group_.highest > query_lowest) how.upper = 1.0f;
-    const int64_t before_window = static_cast<int64_t>(query_highest) - rule_.window;
-    if (rule_.window > 0 && group_.lowest <= before_window) how.lower = 1.0f - static_cast<float>(rule_.window);
-    how.scales = how.bias || rule_.soft_cap != 0.0f;
-    how.by_reach = rule_.span > 0;
-    how.any = how.scales || how.by_reach || how.upper == 1.0f || how.lower > kMinusInfinity || !group_.all_valid;
-    return how;
   }
 
   void attend_heads(const Adjustment& how, const Cursor& next) {
@@ -227,6 +216,22 @@ class AttentionUnit {
     }
   }
 
+#if TRUNKLINE_LEVEL >= 4
+  // The same by tiles.
+  TRUNKLINE_INLINE void multiply_tiles(int m, int n, int steps, const char* a, long lda, const B* b, long ldb,
+                                       float* c, long ldc, bool accumulate, long ahead) {
+    constexpr int kLines = 32;
+    if (ahead_ != nullptr) {
+      if (const char* lines = ahead_->next(kLines * kLineBytes); lines != nullptr) {
+        for (int line = 0; line < kLines; ++line) prefetch_second(lines + line * kLineBytes);
+      }
+    }
+    const TileOperands with{
+        a, lda, reinterpret_cast<const char*>(b), ldb * 4, steps, reinterpret_cast<char*>(c), ldc * 4};
+    tile_gemm(tiles_, m, n, with, accumulate, ahead);
+  }
+#endif
+
   // Scores of query vectors [first, first + rows) go to the rows of `scores` from `to` on.
   TRUNKLINE_INLINE void score(int h, int first, int rows, int to, const Cursor* next) {
     if constexpr (kBytes) return this->score_bytes(h, first, rows, to, next);
@@ -236,8 +241,17 @@ class AttentionUnit {
     const A* const* queries = reinterpret_cast<const A* const*>(memory_.query_rows) + first;
     for (int p = 0; p < group_.size; ++p) {
       const Part<T>& part = group_.parts[p];
-      product(rows, part.columns, (d_ + T::kStep - 1) / T::kStep, queries, part.keys, part.key_stride,
-              memory_.scores + to * kScoreStride + part.column, kScoreStride, false, ahead_of(p, h, false, next));
+      float* scores = memory_.scores + to * kScoreStride + part.column;
+      const int steps = (d_ + T::kStep - 1) / T::kStep;
+      const long ahead = ahead_of(p, h, false, next);
+      if constexpr (kHasTiles) {
+        if (tiled_) {
+          this->multiply_tiles(rows, part.columns, steps, query_row(first), d_ * 2, part.keys, part.key_stride,
+                               scores, kScoreStride, false, ahead);
+          continue;
+        }
+      }
+      product(rows, part.columns, steps, queries, part.keys, part.key_stride, scores, kScoreStride, false, ahead);
     }
     if constexpr (kQuantised) {
       for (int i = 0; i < rows; ++i) scale_columns(memory_.scores + (to + i) * kScoreStride, memory_.key_scale);
@@ -274,12 +288,16 @@ class AttentionUnit {
     for (int c = 0; c < group_.columns; c += kLanes) store(row + c, mul(load(row + c), load(scale + c)));
   }
 
+  TRUNKLINE_INLINE MaskedQuery query_of(int i) const {
+    return {memory_.slope[i], memory_.position[i], memory_.reach[i]};
+  }
+
   // Scores of query vectors [first, first + rows), which start at row `from`, become weights.
   void weigh(int first, int rows, int from, const Adjustment& how) {
     const float factor = how.scales ? 1.0f : rule_.scale * kLog2E;
     for (int i = 0; i < rows; ++i) {
       float* scores = memory_.scores + (from + i) * kScoreStride;
-      if (how.any) adjust(scores, first + i, how);
+      if (how.any) adjust(scores, rule_, group_, how, query_of(first + i));
       softmax(scores, first + i, factor);
     }
   }
@@ -302,11 +320,17 @@ class AttentionUnit {
     for (int p = 0; p < group_.size; ++p) {
       const Part<T>& part = group_.parts[p];
       const int word = kPackedWeights || kPairs ? part.value_column / 2 : part.value_column;
-      for (int i = 0; i < rows; ++i) {
-        weights[i] = reinterpret_cast<const A*>(memory_.scores + (from + i) * kScoreStride) + word;
+      float *row = memory_.scores + from * kScoreStride + word, *acc = memory_.acc + first * values_;
+      const long ahead = ahead_of(p, h, true, next);
+      if constexpr (kHasTiles) {
+        if (tiled_) {
+          this->multiply_tiles(rows, values_, part.value_steps, reinterpret_cast<const char*>(row),
+                               kScoreStride * 4, part.values, part.value_stride, acc, values_, true, ahead);
+          continue;
+        }
       }
-      product(rows, values_, part.value_steps, weights, part.values, part.value_stride,
-              memory_.acc + first * values_, values_, true, ahead_of(p, h, true, next));
+      for (int i = 0; i < rows; ++i) weights[i] = reinterpret_cast<const A*>(row + i * kScoreStride);
+      product(rows, values_, part.value_steps, weights, part.values, part.value_stride, acc, values_, true, ahead);
     }
   }
 
@@ -397,28 +421,6 @@ class AttentionUnit {
   }
 #endif
 
-  // Scores become -inf where hidden; where the rule has more than a scale, what it says, times log2(e).
-  void adjust(float* scores, int row, const Adjustment& how) {
-    const bool capped = rule_.soft_cap != 0.0f;
-    const float factor = capped ? rule_.scale / rule_.soft_cap : how.scales ? rule_.scale * kLog2E : 1.0f;
-    const Vec scale = set1(factor);
-    const Vec cap = set1(rule_.soft_cap * kLog2E), hidden = set1(kMinusInfinity);
-    const Vec slope = set1(how.bias ? memory_.slope[row] : 0.0f), query = set1(memory_.position[row]);
-    const Vec lower = set1(how.by_reach ? -memory_.reach[row] : how.lower), upper = set1(how.upper);
-    const bool by_position = how.bias || how.by_reach || how.upper == 1.0f || how.lower > kMinusInfinity;
-    for (int c = 0; c < group_.columns; c += kLanes) {
-      Vec x = mul(load(scores + c), scale);
-      if (capped) x = mul(tanh(x), cap);
-      if (by_position) {
-        const Vec distance = sub(load(group_.position + c), query);
-        if (how.bias) x = fma(slope, distance, x);
-        x = keep_between(x, distance, lower, upper, hidden);
-      }
-      if (!group_.all_valid) x = keep_between(x, load(group_.valid + c), set1(0.5f), set1(2.0f), hidden);
-      store(scores + c, x);
-    }
-  }
-
   // Scores times `factor` become weights, in place, in the form of A.
   TRUNKLINE_INLINE void softmax(float* scores, int row, float factor) {
     const int columns = group_.columns;
@@ -488,6 +490,8 @@ class AttentionUnit {
   const long head_;
   const int heads_, vectors_;  // per head
   TilesAhead* ahead_ = nullptr;
+  bool tiled_ = false;
+  Tiles tiles_;
   UnitMemory memory_;
   Group<T> group_;
 };

@@ -6,7 +6,7 @@
 namespace trunkline {
 
 // The numbers of TRUNKLINE_LEVEL in simd.h.
-enum class CpuLevel : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
+enum class CpuLevel : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmx = 4 };
 
 // The highest level that was compiled and that this processor and its operating system can run.
 CpuLevel best_cpu_level();
@@ -23,6 +23,7 @@ bool runs_here(int64_t level);
     TRUNKLINE_CASE_AVX2(what)            \
     TRUNKLINE_CASE_AVX512(what)          \
     TRUNKLINE_CASE_AVX512BF16(what)      \
+    TRUNKLINE_CASE_AMX(what)             \
     default: return portable::what;      \
   }
 #if TRUNKLINE_LEVELS & 2
@@ -42,4 +43,10 @@ bool runs_here(int64_t level);
   case CpuLevel::kAvx512Bf16: return avx512bf16::what;
 #else
 #define TRUNKLINE_CASE_AVX512BF16(what)
+#endif
+#if TRUNKLINE_LEVELS & 16
+#define TRUNKLINE_CASE_AMX(what) \
+  case CpuLevel::kAmx: return amx::what;
+#else
+#define TRUNKLINE_CASE_AMX(what)
 #endif

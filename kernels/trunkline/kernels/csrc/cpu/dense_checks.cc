@@ -39,7 +39,9 @@ LinearFunctions linear_functions(CpuLevel level, const LinearLayer& layer) {
   const LinearTable& table = linear_table(level, layer.groups != nullptr);
   const bool second = layer.form == WeightForm::kInt8 || layer.form == WeightForm::kGroupsInt8;
   const int type = static_cast<int>(layer.type);
-  return {table.unit[second][type], table.row_words[second][type]};
+  const auto rows_max = table.rows_max[second][type];
+  return {table.unit[second][type], table.row_words[second][type],
+          rows_max == nullptr ? kRowsMax : rows_max(layer)};
 }
 
 const NormTable& norm_table(CpuLevel level) { TRUNKLINE_RETURN_AT(level, kNormTable); }

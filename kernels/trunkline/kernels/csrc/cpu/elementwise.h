@@ -75,6 +75,9 @@ extern const ElementTable kElementTable;
 namespace avx512bf16 {
 extern const ElementTable kElementTable;
 }
+namespace amx {
+using avx512bf16::kElementTable;
+}
 
 // The function of an op, for a thread that has elements of its own.
 ElementRange element_range(CpuLevel level, ElementOp op, DenseType type);

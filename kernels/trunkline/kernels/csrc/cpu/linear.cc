@@ -54,9 +54,10 @@ int64_t cost_of(const LinearCall& call) {
 Split split_of(const LinearCall& call, CpuLevel level, int64_t threads, int64_t cost) {
   const LinearLayer& layer = *call.layer;
   Split split{};
-  split.unit = linear_functions(level, layer).unit;
+  const LinearFunctions functions = linear_functions(level, layer);
+  split.unit = functions.unit;
   split.panels = (layer.out_features + kPanelWidth - 1) / kPanelWidth;
-  split.blocks = (call.rows + kRowsMax - 1) / kRowsMax;
+  split.blocks = (call.rows + functions.rows_max - 1) / functions.rows_max;
   split.groups = 1;
   if (threads == 1) return split;
   const int64_t columns = layer.activation == Activation::kNone ? kPanelWidth : 2 * kPanelWidth;

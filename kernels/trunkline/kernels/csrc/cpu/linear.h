@@ -41,8 +41,8 @@ enum class Activation : int { kNone = 0, kSilu = 1, kGelu = 2, kGeluTanh = 3, kC
 constexpr int kPanelWidth = 64;
 constexpr int kPanelQuantum = 16;  // lanes of the widest vector
 
-// Rows that one unit of work takes through its panels: few enough that their part of the input stays in the
-// second-level cache and their sums in the first, enough that a panel is used often for each time it is read.
+// Rows that pass over a panel together: few enough that their part of the input stays in the second-level cache and
+// their sums in the first, enough that a panel is used often for each time it is read.
 constexpr int kRowsMax = 96;
 
 enum class ScaleType : int { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2 };
@@ -116,7 +116,7 @@ struct ConvertedRows {
   void* words;        // [rows, LinearTable::row_words]
 };
 
-// Rows [row_begin, row_end), at most kRowsMax, times panels [panel_begin, panel_end); gated ones count in pairs.
+// Rows [row_begin, row_end), at most LinearTable::rows_max, times panels [panel_begin, panel_end); gated ones count in pairs.
 using LinearUnit = void (*)(const LinearCall& call, int64_t row_begin, int64_t row_end, int64_t panel_begin,
                             int64_t panel_end, ConvertedRows* converted);
 
@@ -125,6 +125,8 @@ struct LinearTable {
   LinearUnit unit[2][kDenseTypes];
   // 32-bit words of a converted row; 0: rows are read as they are.
   int64_t (*row_words[2][kDenseTypes])(const LinearLayer& layer);
+  // Rows of a unit of work: kRowsMax, or several times as many where rows are read as they are; null: kRowsMax.
+  int64_t (*rows_max[2][kDenseTypes])(const LinearLayer& layer);
 };
 
 struct NormCall {
@@ -159,11 +161,17 @@ namespace avx512bf16 {
 extern const LinearTable kLinearTable, kGroupTable;
 extern const NormTable kNormTable;
 }  // namespace avx512bf16
+namespace amx {
+extern const LinearTable kLinearTable;
+using avx512bf16::kGroupTable;
+using avx512bf16::kNormTable;
+}  // namespace amx
 
 // The functions of a layer, by its form and type.
 struct LinearFunctions {
   LinearUnit unit;
   int64_t (*row_words)(const LinearLayer& layer);
+  int64_t rows_max;
 };
 LinearFunctions linear_functions(CpuLevel level, const LinearLayer& layer);
 const NormTable& norm_table(CpuLevel level);

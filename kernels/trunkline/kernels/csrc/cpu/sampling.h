@@ -63,6 +63,9 @@ extern const SamplingTable kSamplingTable;
 namespace avx512bf16 {
 extern const SamplingTable kSamplingTable;
 }
+namespace amx {
+using avx512bf16::kSamplingTable;
+}
 
 const SamplingTable& sampling_table(CpuLevel level);
 

@@ -39,6 +39,9 @@ extern const SumTable kSumTable;
 namespace avx512bf16 {
 extern const SumTable kSumTable;
 }
+namespace amx {
+using avx512bf16::kSumTable;
+}
 
 const SumTable& sum_table(CpuLevel level);
 

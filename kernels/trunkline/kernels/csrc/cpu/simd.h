@@ -25,8 +25,10 @@
 #define TRUNKLINE_NAMESPACE avx2
 #elif TRUNKLINE_LEVEL == 2
 #define TRUNKLINE_NAMESPACE avx512
-#else
+#elif TRUNKLINE_LEVEL == 3
 #define TRUNKLINE_NAMESPACE avx512bf16
+#else
+#define TRUNKLINE_NAMESPACE amx
 #endif
 
 #define TRUNKLINE_INLINE [[gnu::always_inline]] inline

@@ -177,6 +177,7 @@ void decode_unit(const DecodeCall& call, const DecodeUnit& chosen, char* scratch
   const int vectors = (last_entry - first_entry) * call.group;
   const int tokens = vectors >= kManyVectors && !call.invariant ? kGroupTokens : kShortGroupTokens;
   UnitOf<T> unit(call.pool, call.rule, call.layer, chosen.head, chosen.heads, vectors, tokens, scratch);
+  if (vectors >= kManyVectors && !call.invariant) unit.multiply_by_tiles();
   UnitMemory& memory = unit.memory();
   const int64_t vector_bytes = call.pool.head_dim * static_cast<int64_t>(sizeof(typename T::Storage));
   const auto position_of = [&](int entry) {
@@ -294,6 +295,7 @@ template <class T>
 void prefill_unit(const PrefillCall& call, const PrefillUnit& chosen, char* scratch) {
   const int vectors = chosen.queries * call.group;
   UnitOf<T> unit(call.pool, call.rule, call.layer, chosen.head, 1, vectors, kGroupTokens, scratch);
+  unit.multiply_by_tiles();
   UnitMemory& memory = unit.memory();
   int32_t lowest = INT32_MAX, highest = INT32_MIN;
   for (int token = 0; token < chosen.queries; ++token) {
@@ -334,6 +336,15 @@ void prefill_unit(const PrefillCall& call, const PrefillUnit& chosen, char* scra
   }
 }
 
+#if TRUNKLINE_LEVEL >= 4
+// Units of other types have no use for tiles.
+AttentionTable make_table() {
+  AttentionTable table = avx512bf16::attention_table();
+  table.decode_unit[kKvBFloat16] = decode_unit<BFloat16>;
+  table.prefill_unit[kKvBFloat16] = prefill_unit<BFloat16>;
+  return table;
+}
+#else
 size_t unit_scratch_bytes(int64_t vectors, int64_t query_width) {
   UnitMemory memory;
   const char* end = lay_out(memory, nullptr, vectors, query_width);
@@ -352,9 +363,17 @@ constexpr AttentionTable kTable = {
      prefill_unit<Float8Kv<Float16>>, prefill_unit<Float8Kv<BFloat16>>},
     {turn_query<Float32>, turn_query<Float16>, turn_query<BFloat16>},
 };
+#endif
 
 }  // namespace
 
+#if TRUNKLINE_LEVEL >= 4
+const AttentionTable& attention_table() {
+  static const AttentionTable table = make_table();
+  return table;
+}
+#else
 const AttentionTable& attention_table() { return kTable; }
+#endif
 
 }  // namespace trunkline::TRUNKLINE_NAMESPACE

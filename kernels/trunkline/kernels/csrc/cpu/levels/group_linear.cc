@@ -98,6 +98,7 @@ int64_t int8_words(const LinearLayer& layer) { return int8_row_words(layer.in_fe
 const LinearTable kGroupTable = {
     {{exact_unit<Float32>, exact_unit<BFloat16>, exact_unit<Float16>},
      {int8_unit<Float32>, int8_unit<BFloat16>, int8_unit<Float16>}},
-    {{exact_words<Float32>, exact_words<BFloat16>, exact_words<Float16>}, {int8_words, int8_words, int8_words}}};
+    {{exact_words<Float32>, exact_words<BFloat16>, exact_words<Float16>}, {int8_words, int8_words, int8_words}},
+    {}};
 
 }  // namespace trunkline::TRUNKLINE_NAMESPACE
