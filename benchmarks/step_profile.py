@@ -82,6 +82,7 @@ def rank_main(config: WorkerConfig, plans: Connection, timed: bool, op_by_op: bo
     clock, decoder_of_step = Clock(), runner._decoder
     if op_by_op:
         decoder_of_step.runner = OpByOp(decoder_of_step.program, runner.kernels, runner.pool, runner._group)
+        runner._selector._largest = None  # which the native program alone can tell
     if timed:
         clock.wrap_program(decoder_of_step.runner)
         clock.wrap(runner._group, GROUP_OPS)
