@@ -15,8 +15,9 @@
 // A gated layer (`activation(gate) * up`) stores the up panel right after its gate panel; the epilogue has both
 // in the first-level cache and the intermediate tensor of twice the width is never written.
 //
-// Invariant: an output element is one sum over `in` in ascending order, in one float32 accumulator, whatever the
-// number of rows, threads and panels beside it. A token's result does not depend on its batch.
+// Invariant: an output element is one sum over `in` in ascending order, in one float32 accumulator (by tiles, 32 inputs
+// at a time: `tile_product.h`), whatever the number of rows, threads and panels beside it. A token's result does not
+// depend on its batch.
 //
 // Plain data only: this header is compiled once per level.
 #pragma once
