@@ -114,8 +114,9 @@ def test_activations_over_their_range(activation: Activation, kernels: Kernels) 
 
 @pairwise(level=NATIVE, dtype=DTYPES, quantisation=FORMS)
 def test_a_row_is_the_same_bits_in_any_batch(level: str, dtype: torch.dtype, quantisation: Quantisation) -> None:
-    """Though a few rows convert int8 weights in another place than many; any number of threads."""
-    for out_features, in_features in ((200, 768), (129, 301), (70, 90)):
+    """Though a few rows convert int8 weights in another place than many; any number of threads, and, for matrix
+    registers, of groups of panels."""
+    for out_features, in_features in ((200, 768), (129, 301), (70, 90), (150, 2100)):
         x, weight, bias = operands(130, 2 * out_features, in_features, dtype)
         norm_weight = torch.ones(in_features, dtype=dtype)
         whole: list[Tensor] = []
@@ -133,6 +134,16 @@ def test_a_row_is_the_same_bits_in_any_batch(level: str, dtype: torch.dtype, qua
                 whole = whole or found
                 for y, expected in zip(found, whole, strict=True):
                     assert torch.equal(y, expected[first : first + rows])
+
+
+@pytest.mark.skipif("amx" not in NATIVE, reason="this processor has no matrix registers")
+def test_layers_for_matrix_registers_run_nowhere_else() -> None:
+    """Their panels lie otherwise."""
+    x, weight, _ = operands(3, 20, 40, torch.bfloat16)
+    tiles, vectors = make_kernels("amx"), make_kernels("avx512bf16")
+    for packs, runs in ((tiles, vectors), (vectors, tiles)):
+        with pytest.raises(ValueError, match="packed for matrix registers"):
+            runs.linear(x, packs.pack_linear(weight, None))
 
 
 @pairwise(implementation=CPU, dtype=DTYPES, quantisation=FORMS)

@@ -226,9 +226,9 @@ class AttentionUnit {
         for (int line = 0; line < kLines; ++line) prefetch_second(lines + line * kLineBytes);
       }
     }
-    const TileOperands with{
-        a, lda, reinterpret_cast<const char*>(b), ldb * 4, steps, reinterpret_cast<char*>(c), ldc * 4};
-    tile_gemm(tiles_, m, n, with, accumulate, ahead);
+    const TileOperands with{a,     lda,        reinterpret_cast<const char*>(b), ldb * 4, false,
+                            steps, kTileSteps, reinterpret_cast<char*>(c),       ldc * 4, accumulate};
+    tile_gemm(tiles_, m, n, with, ahead);
   }
 #endif
 

@@ -35,13 +35,20 @@ const LinearTable& linear_table(CpuLevel level, bool in_groups) {
 
 }  // namespace
 
+bool packs_tiles(CpuLevel level, const LinearLayer& layer) {
+  return level >= CpuLevel::kAmx && layer.form == WeightForm::kPlain && layer.type == DenseType::kBFloat16;
+}
+
 LinearFunctions linear_functions(CpuLevel level, const LinearLayer& layer) {
+  if (layer.in_tiles != packs_tiles(level, layer)) {
+    TVM_FFI_THROW(ValueError)
+        << "a layer that was packed for matrix registers runs where they are, and no other does";
+  }
   const LinearTable& table = linear_table(level, layer.groups != nullptr);
   const bool second = layer.form == WeightForm::kInt8 || layer.form == WeightForm::kGroupsInt8;
   const int type = static_cast<int>(layer.type);
   const auto rows_max = table.rows_max[second][type];
-  return {table.unit[second][type], table.row_words[second][type],
-          rows_max == nullptr ? kRowsMax : rows_max(layer)};
+  return {table.unit[second][type], table.words[second][type], rows_max == nullptr ? kRowsMax : rows_max(layer)};
 }
 
 const NormTable& norm_table(CpuLevel level) { TRUNKLINE_RETURN_AT(level, kNormTable); }

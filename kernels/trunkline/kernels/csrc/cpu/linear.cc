@@ -76,8 +76,8 @@ bool prepare_conversion(CpuContext& shared, const LinearCall* calls, size_t coun
   int64_t words = 0;
   for (const LinearCall& call : std::span(calls, count)) {
     const LinearLayer& layer = *call.layer;
-    const int64_t row_words = linear_functions(shared.level, layer).row_words(layer);
-    words = std::max(words, std::min<int64_t>(call.rows, kRowsMax) * row_words);
+    const LinearFunctions functions = linear_functions(shared.level, layer);
+    words = std::max(words, functions.words(layer, std::min(call.rows, functions.rows_max)));
   }
   if (words == 0) return false;
   shared.reserve_scratch(kHeaderBytes + static_cast<size_t>(words) * 4);

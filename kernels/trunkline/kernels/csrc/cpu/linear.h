@@ -1,11 +1,12 @@
 // Linear layers over prepacked weights: the packed form, a call, and the table of functions per level.
 //
-// Packed form, the same on every level: outputs in panels of 64, the last one padded with zero rows to a multiple
+// Packed form, the same on every level but for bfloat16 in tiles: outputs in panels of 64, the last one padded with zero rows to a multiple
 // of 16. Within a panel the lanes run along the outputs, so that the product needs no horizontal sums and a panel
 // is one sequential stream of memory:
 //
 //      float32, float16   [panel][in][width]
-//      bfloat16           [panel][ceil(in / 2)][width][2], an odd `in` padded with a zero
+//      bfloat16           [panel][ceil(in / 2)][width][2], an odd `in` padded with a zero; for matrix registers
+//                         [panel][tile][width / 16][16][16][2], the last tile with the steps that are left
 //      int8               [panel][in][width], an odd `in` padded with a zero, whatever the type of x
 //      groups             [panel][scale][group]: see `GroupForm`
 //
@@ -90,6 +91,7 @@ struct LinearLayer {
   int64_t out_features;  // of the result, so half the weight's rows where gated
   const void* panels;
   const GroupForm* groups;  // of codes in groups, else null
+  bool in_tiles;            // how plain bfloat16 panels are laid out
   const float* scale;       // of int8 panels; per panel, padded like it and interleaved like it
   const float* bias;        // likewise; null: none
 };
@@ -114,7 +116,7 @@ struct LinearCall {
 // than theirs: a thread that takes several panels of a block converts it once.
 struct ConvertedRows {
   int64_t row_begin;  // of the block that is there; -1: none yet
-  void* words;        // [rows, LinearTable::row_words]
+  void* words;        // as many as LinearTable::words says
 };
 
 // Rows [row_begin, row_end), at most LinearTable::rows_max, times panels [panel_begin, panel_end); gated ones count in pairs.
@@ -124,9 +126,9 @@ using LinearUnit = void (*)(const LinearCall& call, int64_t row_begin, int64_t r
 // Of plain and int8 weights, or of codes in groups without and with int8 inputs.
 struct LinearTable {
   LinearUnit unit[2][kDenseTypes];
-  // 32-bit words of a converted row; 0: rows are read as they are.
-  int64_t (*row_words[2][kDenseTypes])(const LinearLayer& layer);
-  // Rows of a unit of work: kRowsMax, or several times as many where rows are read as they are; null: kRowsMax.
+  // 32-bit words of a thread's memory for a unit of `rows` rows; 0: rows are read as they are.
+  int64_t (*words[2][kDenseTypes])(const LinearLayer& layer, int64_t rows);
+  // Rows of a unit of work at most; null: kRowsMax.
   int64_t (*rows_max[2][kDenseTypes])(const LinearLayer& layer);
 };
 
@@ -171,10 +173,12 @@ using avx512bf16::kNormTable;
 // The functions of a layer, by its form and type.
 struct LinearFunctions {
   LinearUnit unit;
-  int64_t (*row_words)(const LinearLayer& layer);
+  int64_t (*words)(const LinearLayer& layer, int64_t rows);
   int64_t rows_max;
 };
 LinearFunctions linear_functions(CpuLevel level, const LinearLayer& layer);
+// Whether a level's panels of a layer are in tiles.
+bool packs_tiles(CpuLevel level, const LinearLayer& layer);
 const NormTable& norm_table(CpuLevel level);
 
 // Inputs that an int8 panel has for each output: an even number, so that a step may take a pair.

@@ -25,8 +25,9 @@ struct PanelRows {
 };
 
 // Words of the panel: [steps][width]; a word is one element, or a pair of bf16. Steps behind the last input are zero.
+// `tiled`: [steps / 16][width / 16][16 steps][16], of 32-bit words.
 template <class Word>
-void pack_panel(const PanelRows& rows, int64_t in_bytes, int64_t steps, Word* panel) {
+void pack_panel(const PanelRows& rows, int64_t in_bytes, int64_t steps, bool tiled, Word* panel) {
   constexpr int64_t kWordBytes = sizeof(Word);
   constexpr int64_t kBlock = 64 / kWordBytes;  // steps of one cache line of the weight
   const int64_t whole = in_bytes / kWordBytes;
@@ -43,8 +44,12 @@ void pack_panel(const PanelRows& rows, int64_t in_bytes, int64_t steps, Word* pa
         std::memcpy(&block[whole - start][row], source, static_cast<size_t>(in_bytes - whole * kWordBytes));
       }
     }
-    for (int64_t i = 0; i < std::min(kBlock, steps - start); ++i) {
-      std::memcpy(panel + (start + i) * rows.width, block[i], static_cast<size_t>(rows.width) * kWordBytes);
+    const int64_t run = tiled ? kPanelQuantum : rows.width, taken = std::min(kBlock, steps - start);
+    Word* to = panel + start * rows.width;
+    for (int64_t lane = 0; lane < rows.width; lane += run) {
+      for (int64_t i = 0; i < taken; ++i, to += run) {
+        std::memcpy(to, block[i] + lane, static_cast<size_t>(run) * kWordBytes);
+      }
     }
   }
 }
@@ -56,15 +61,15 @@ int64_t lane_bytes(WeightForm form, DenseType type, int64_t in_features) {
   return type == DenseType::kFloat16 ? in_features * 2 : (in_features + 1) / 2 * 4;
 }
 
-void pack_any(const LinearLayer& layer, const PanelRows& rows, char* panel) {
+void pack_any(const LinearLayer& layer, const PanelRows& rows, bool tiled, char* panel) {
   const int64_t in_bytes = layer.in_features * weight_bits(layer) / 8;
   const int64_t per_lane = lane_bytes(layer.form, layer.type, layer.in_features);
   if (layer.form == WeightForm::kInt8) {
-    pack_panel(rows, in_bytes, per_lane, reinterpret_cast<uint8_t*>(panel));
+    pack_panel(rows, in_bytes, per_lane, false, reinterpret_cast<uint8_t*>(panel));
   } else if (layer.type == DenseType::kFloat16) {
-    pack_panel(rows, in_bytes, per_lane / 2, reinterpret_cast<uint16_t*>(panel));
+    pack_panel(rows, in_bytes, per_lane / 2, false, reinterpret_cast<uint16_t*>(panel));
   } else {
-    pack_panel(rows, in_bytes, per_lane / 4, reinterpret_cast<uint32_t*>(panel));
+    pack_panel(rows, in_bytes, per_lane / 4, tiled, reinterpret_cast<uint32_t*>(panel));
   }
 }
 
@@ -111,7 +116,7 @@ void fill_panels(CpuContext& shared, const TensorView& weight, int64_t parts, co
     rows.row_bytes = row_bytes;
     rows.count = place.count;
     rows.width = place.width;
-    pack_any(layer, rows, data + place.lanes_before * per_lane);
+    pack_any(layer, rows, layer.in_tiles, data + place.lanes_before * per_lane);
   });
 }
 
@@ -143,6 +148,7 @@ int64_t linear_pack(int64_t context, TensorView weight, TensorView scale, Tensor
     layer->scale = layer->padded_scale.data();
   }
   const ContextUse use(context);
+  layer->in_tiles = packs_tiles(use.context().level, *layer);
   fill_panels(use.context(), weight, parts, *layer, static_cast<char*>(data.data_ptr()));
   return reinterpret_cast<int64_t>(layer.release());
 }

@@ -24,6 +24,12 @@ int64_t row_words(const LinearLayer& layer) {
   return (layer.in_features + T::kStep - 1) / T::kStep * T::kWords;
 }
 
+// Words of memory for a unit of `rows` rows.
+template <class T>
+int64_t unit_words(const LinearLayer& layer, int64_t rows) {
+  return rows * row_words<T>(layer);
+}
+
 // The rows in the form that the product reads: as they are where possible, else converted once per thread.
 template <class T>
 const typename T::A* prepare_rows(const LinearCall& call, int64_t row_begin, int64_t row_end,
@@ -58,46 +64,70 @@ TRUNKLINE_INLINE void store_lanes(typename Out::Storage* out, Vec x, int count) 
   std::memcpy(out, lanes, static_cast<size_t>(count) * sizeof(lanes[0]));
 }
 
-// What turns a panel's sums into outputs: arrays over its lanes, null where there are none.
-struct LaneConstants {
-  const float* scale;
-  const float* bias;
-
-  // `lanes`: of the panels before this one.
-  TRUNKLINE_INLINE LaneConstants(const LinearLayer& layer, int64_t lanes)
-      : scale(layer.scale == nullptr ? nullptr : layer.scale + lanes),
-        bias(layer.bias == nullptr ? nullptr : layer.bias + lanes) {}
-
-  TRUNKLINE_INLINE Vec apply(Vec sum, int lane) const {
-    if (scale != nullptr) sum = mul(sum, load(scale + lane));
-    return bias != nullptr ? add(sum, load(bias + lane)) : sum;
-  }
-};
-
-// The addend of a unit's rows at the outputs of a panel.
-struct PanelAddend {
-  const Addend& addend;
-  int64_t row_begin, first;  // output
-
-  TRUNKLINE_INLINE const float* row(int row) const {
-    if (addend.values == nullptr || addend.place[row_begin + row] < 0) return nullptr;
-    return addend.values + addend.place[row_begin + row] * addend.width + first;
-  }
-};
-
-TRUNKLINE_INLINE Vec plus_lanes(Vec sum, const float* addend, int64_t lane) {
-  return addend == nullptr ? sum : add(sum, load(addend + lane));
+TRUNKLINE_INLINE const float* moved(const float* values, int64_t by) {
+  return values == nullptr ? nullptr : values + by;
 }
+
+// How a panel's sums become outputs.
+struct PanelOutputs {
+  const float *sums, *ups;    // [rows, kPanelWidth]; `ups`: of the second part of a gated layer
+  const float *scale, *bias;  // over the panel's lanes, a gated layer's second part behind its first; null: none
+  Addend addend;              // its `values` from the panel's first output on, its `place` from the first row on
+  int64_t lanes;              // of the panels before
+  int width;                  // lanes of a part
+  int count;                  // outputs
+  char* out;                  // of the first row
+  int64_t out_features;
+
+  TRUNKLINE_INLINE PanelOutputs(const LinearCall& call, int64_t row_begin, int64_t panel, const float* sums,
+                                const float* ups)
+      : sums(sums), ups(ups), addend(call.addend), out_features(call.layer->out_features) {
+    const LinearLayer& layer = *call.layer;
+    const int64_t first = panel * kPanelWidth;
+    const bool is_float = call.float_out || layer.type == DenseType::kFloat32;
+    lanes = layer.activation == Activation::kNone ? first : 2 * first;
+    width = panel_width(out_features, panel), count = smaller(kPanelWidth, out_features - first);
+    scale = moved(layer.scale, lanes), bias = moved(layer.bias, lanes);
+    addend.values = moved(addend.values, first);
+    if (addend.values != nullptr) addend.place += row_begin;
+    out = static_cast<char*>(call.out) + (row_begin * out_features + first) * (is_float ? 4 : 2);
+  }
+
+  // Whether sums of a whole panel are outputs as they are.
+  TRUNKLINE_INLINE bool is_plain() const {
+    return count == kPanelWidth && scale == nullptr && bias == nullptr && addend.values == nullptr;
+  }
+
+  // Sums of a row at a lane of the panel, whose output is as far from the panel's first one as `output` says.
+  TRUNKLINE_INLINE Vec finished(Vec sum, int row, int lane, int64_t output) const {
+    if (scale != nullptr) sum = mul(sum, load(scale + lane));
+    if (bias != nullptr) sum = add(sum, load(bias + lane));
+    if (addend.values == nullptr || addend.place[row] < 0) return sum;
+    return add(sum, load(addend.values + addend.place[row] * addend.width + output));
+  }
+};
+
+// Rows [first, stop) of it.
+using StoreRows = void (*)(const PanelOutputs& of, int first, int stop);
 
 // `kFetches`: rows are so wide that the next panel's place in them is in no cache, and is asked for.
 template <class Out, bool kFetches>
-void store_sums(int rows, const float* sums, LaneConstants constants, PanelAddend addend,
-                typename Out::Storage* out, int64_t ldo, int count) {
-  for (int row = 0; row < rows; ++row, sums += kPanelWidth, out += ldo) {
-    const float* added = addend.row(row);
-    for (int lane = 0; lane < count; lane += kLanes) {
-      const Vec sum = plus_lanes(constants.apply(load(sums + lane), lane), added, lane);
-      store_lanes<Out>(out + lane, sum, count - lane);
+void store_sums(const PanelOutputs& of, int first, int stop) {
+  if (of.is_plain()) {
+    auto* out = reinterpret_cast<typename Out::Storage*>(of.out) + first * of.out_features;
+    for (const float* sums = of.sums + first * kPanelWidth; first < stop; ++first, out += of.out_features) {
+      TRUNKLINE_UNROLL for (int lane = 0; lane < kPanelWidth; lane += kLanes, sums += kLanes) {
+        Out::store_floats(out + lane, load(sums));
+        if constexpr (kFetches) prefetch_second(out + kPanelWidth + lane);
+      }
+    }
+    return;
+  }
+  for (int row = first; row < stop; ++row) {
+    auto* out = reinterpret_cast<typename Out::Storage*>(of.out) + row * of.out_features;
+    for (int lane = 0; lane < of.count; lane += kLanes) {
+      const Vec sum = of.finished(load(of.sums + row * kPanelWidth + lane), row, lane, lane);
+      store_lanes<Out>(out + lane, sum, of.count - lane);
       if constexpr (kFetches) prefetch_second(out + kPanelWidth + lane);
     }
   }
@@ -119,75 +149,48 @@ struct ClampedGated {
 };
 
 template <class Out, class Join>
-void store_gated(int rows, const float* gates, const float* ups, LaneConstants constants, PanelAddend addend,
-                 int width, typename Out::Storage* out, int64_t ldo, int count) {
-  for (int row = 0; row < rows; ++row, gates += kPanelWidth, ups += kPanelWidth, out += ldo) {
-    const float* added = addend.row(row);
-    for (int lane = 0; lane < count; lane += kLanes) {
-      const Vec gate = plus_lanes(constants.apply(load(gates + lane), lane), added, lane);
-      const Vec up = plus_lanes(constants.apply(load(ups + lane), width + lane), added, ldo + lane);
-      store_lanes<Out>(out + lane, Join::of(gate, up), count - lane);
+void store_gated(const PanelOutputs& of, int first, int stop) {
+  for (int row = first; row < stop; ++row) {
+    auto* out = reinterpret_cast<typename Out::Storage*>(of.out) + row * of.out_features;
+    const float *gates = of.sums + row * kPanelWidth, *ups = of.ups + row * kPanelWidth;
+    for (int lane = 0; lane < of.count; lane += kLanes) {
+      const Vec gate = of.finished(load(gates + lane), row, lane, lane);
+      const Vec up = of.finished(load(ups + lane), row, of.width + lane, of.out_features + lane);
+      store_lanes<Out>(out + lane, Join::of(gate, up), of.count - lane);
     }
   }
 }
 
-// Panels [panel_begin, panel_end) of a gated layer; `multiply(lanes, width, sums)` computes the sums of the lanes
+// The epilogue of a call.
+template <class T>
+StoreRows store_rows(const LinearCall& call) {
+  switch (call.layer->activation) {
+    case Activation::kNone: return call.float_out ? store_sums<Float32, true> : store_sums<T, false>;
+    case Activation::kGelu: return store_gated<T, Gated<gelu_erf>>;
+    case Activation::kGeluTanh: return store_gated<T, Gated<gelu_tanh>>;
+    case Activation::kClampedSilu: return store_gated<T, ClampedGated>;
+    default: return store_gated<T, Gated<silu>>;
+  }
+}
+
+// Parts of a panel: of a gated layer the gate and the up.
+TRUNKLINE_INLINE int panel_parts(const LinearLayer& layer) {
+  return layer.activation == Activation::kNone ? 1 : 2;
+}
+
+// Panels [panel_begin, panel_end) of a layer, gated or not; `multiply(lanes, width, sums)` computes the sums of the lanes
 // behind the first `lanes` of the layer.
-template <class T, class Multiply>
-void gated_panels(const LinearCall& call, int rows, int64_t row_begin, int64_t panel_begin, int64_t panel_end,
-                  const Multiply& multiply) {
-  const LinearLayer& layer = *call.layer;
-  alignas(64) float gates[kRowsMax * kPanelWidth], ups[kRowsMax * kPanelWidth];
-  for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-    const int width = panel_width(layer.out_features, panel);
-    const int64_t lanes = 2 * panel * kPanelWidth;
-    multiply(lanes, width, gates);
-    multiply(lanes + width, width, ups);
-    const LaneConstants constants(layer, lanes);
-    auto* out = static_cast<typename T::Storage*>(call.out) + row_begin * layer.out_features + panel * kPanelWidth;
-    const int count = smaller(kPanelWidth, layer.out_features - panel * kPanelWidth);
-    const PanelAddend addend{call.addend, row_begin, panel * kPanelWidth};
-    switch (layer.activation) {
-      case Activation::kGelu:
-        store_gated<T, Gated<gelu_erf>>(rows, gates, ups, constants, addend, width, out, layer.out_features,
-                                        count);
-        break;
-      case Activation::kGeluTanh:
-        store_gated<T, Gated<gelu_tanh>>(rows, gates, ups, constants, addend, width, out, layer.out_features,
-                                         count);
-        break;
-      case Activation::kClampedSilu:
-        store_gated<T, ClampedGated>(rows, gates, ups, constants, addend, width, out, layer.out_features, count);
-        break;
-      default:
-        store_gated<T, Gated<silu>>(rows, gates, ups, constants, addend, width, out, layer.out_features, count);
-    }
-  }
-}
-
-// Panels [panel_begin, panel_end) of a layer, gated or not; `multiply` as above.
 template <class T, class Multiply>
 void linear_panels(const LinearCall& call, int rows, int64_t row_begin, int64_t panel_begin, int64_t panel_end,
                    const Multiply& multiply) {
-  const LinearLayer& layer = *call.layer;
-  if (layer.activation != Activation::kNone) {
-    return gated_panels<T>(call, rows, row_begin, panel_begin, panel_end, multiply);
-  }
-  alignas(64) float sums[kRowsMax * kPanelWidth];
+  alignas(64) float sums[2][kRowsMax * kPanelWidth];
+  const StoreRows store = store_rows<T>(call);
   for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-    const int64_t lanes = panel * kPanelWidth;
-    multiply(lanes, panel_width(layer.out_features, panel), sums);
-    const LaneConstants constants(layer, lanes);
-    const int64_t offset = row_begin * layer.out_features + lanes;
-    const int count = smaller(kPanelWidth, layer.out_features - lanes);
-    const PanelAddend addend{call.addend, row_begin, lanes};
-    if (call.float_out) {
-      store_sums<Float32, true>(rows, sums, constants, addend, static_cast<float*>(call.out) + offset,
-                                layer.out_features, count);
-    } else {
-      auto* out = static_cast<typename T::Storage*>(call.out) + offset;
-      store_sums<T, false>(rows, sums, constants, addend, out, layer.out_features, count);
+    const PanelOutputs outputs(call, row_begin, panel, sums[0], sums[1]);
+    for (int part = 0; part < panel_parts(*call.layer); ++part) {
+      multiply(outputs.lanes + part * outputs.width, outputs.width, sums[part]);
     }
+    store(outputs, 0, rows);
   }
 }
 

@@ -38,8 +38,8 @@ class Tiles {
     shape({{upper, upper, lower, lower, upper, lower, steps, steps}, 4, 5, steps});
   }
   // Sums of `rows` rows in 0 to 3, A in 4, B in 5 to 7.
-  void wide(int rows) {
-    shape({{rows, rows, rows, rows, rows, kTileSteps, kTileSteps, kTileSteps}, 4, 4, kTileSteps});
+  void wide(int rows, int steps = kTileSteps) {
+    shape({{rows, rows, rows, rows, rows, steps, steps, steps}, 4, 4, steps});
   }
 
  private:
@@ -73,85 +73,106 @@ class Tiles {
 // What the loads of tiles read must be in memory: they are no reads of it to the compiler.
 TRUNKLINE_INLINE void settle_memory() { asm volatile("" ::: "memory"); }
 
-// What a product fetches to the second-level cache meanwhile: in each step, of the rows of B that are as far from its
-// own as `bytes` says, every `every`-th from the `first` on. 0: none.
-struct PanelAhead {
-  long bytes;
-  int first, every;
+// What a product does meanwhile, once in each step: its instructions run beside those of the registers.
+struct Nothing {
+  TRUNKLINE_INLINE void operator()() const {}
 };
 
-// Operands of a product: bytes, and bytes from row to row. `steps`: pairs, a multiple of a tile's.
+// Asks for rows of lines that will be read, into the second-level cache.
+struct LinesAhead {
+  const char* at;
+  long row;   // bytes from row to row
+  int lines;  // beside each other in a row
+  int rows;   // left
+  int each;   // rows in a step
+
+  TRUNKLINE_INLINE void operator()() {
+    for (int i = 0; i < each && rows > 0; ++i, --rows, at += row) {
+      for (int line = 0; line < lines; ++line) prefetch_second(at + line * 64);
+    }
+  }
+};
+
+// Operands of a product: rows of A and of C, as far from each other as `lda` and `ldc` say, in bytes, and steps of B, each
+// of `ldb` bytes. B lies step by step, or (`whole_tiles`) tile by tile: lanes of 16 steps, then the next 16 lanes of these.
 struct TileOperands {
   const char* a;
   long lda;
   const char* b;
   long ldb;
-  int steps;
+  bool whole_tiles;
+  int steps;       // pairs of inputs, a multiple of `tile_steps`
+  int tile_steps;  // of a tile of A and B: kTileSteps, or what is left behind the last whole tile
   char* c;
   long ldc;
+  bool accumulate;
+
+  TRUNKLINE_INLINE const char* a_below() const { return a + kTileRowsMax * lda; }
+  TRUNKLINE_INLINE char* c_below() const { return c + kTileRowsMax * ldc; }
+  // Bytes from row to row of a tile of B, to the tile at its right, and to that of the next steps.
+  TRUNKLINE_INLINE long b_row() const { return whole_tiles ? 64 : ldb; }
+  TRUNKLINE_INLINE long b_right() const { return whole_tiles ? tile_steps * 64 : 64; }
+  TRUNKLINE_INLINE long b_next() const { return tile_steps * ldb; }
 };
 
-// Two tiles' height and, with kRight, width of sums: C (+)= A B. `tile_steps`: of a tile of A and B.
-template <bool kRight>
-TRUNKLINE_INLINE void tile_square(const TileOperands& with, bool accumulate, PanelAhead ahead,
-                                  int tile_steps = kTileSteps) {
-  const char *a = with.a, *below = a + kTileRowsMax * with.lda, *b = with.b;
-  char *c = with.c, *c_below = c + kTileRowsMax * with.ldc;
-  if (accumulate) {
-    _tile_loadd(0, c, with.ldc);
-    _tile_loadd(2, c_below, with.ldc);
-    if constexpr (kRight) _tile_loadd(1, c + 64, with.ldc);
-    if constexpr (kRight) _tile_loadd(3, c_below + 64, with.ldc);
+// Two tiles' height and, with kRight, width of sums: C (+)= A B.
+template <bool kRight, class Meanwhile>
+TRUNKLINE_INLINE void tile_square(const TileOperands& with, Meanwhile& meanwhile) {
+  const char *a = with.a, *below = with.a_below(), *b = with.b;
+  char *c = with.c, *c_below = with.c_below();
+  const long lda = with.lda, ldb = with.b_row(), right = with.b_right(), next = with.b_next(), ldc = with.ldc;
+  if (with.accumulate) {
+    _tile_loadd(0, c, ldc);
+    _tile_loadd(2, c_below, ldc);
+    if constexpr (kRight) _tile_loadd(1, c + 64, ldc);
+    if constexpr (kRight) _tile_loadd(3, c_below + 64, ldc);
   } else {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
   }
-  for (int step = 0; step < with.steps; step += tile_steps) {
-    if (ahead.bytes != 0) {
-      for (int row = ahead.first; row < tile_steps; row += ahead.every) {
-        prefetch_second(b + ahead.bytes + row * with.ldb);
-        if constexpr (kRight) prefetch_second(b + ahead.bytes + row * with.ldb + 64);
-      }
-    }
-    _tile_loadd(4, a, with.lda);
-    _tile_loadd(6, b, with.ldb);
+  for (int step = 0; step < with.steps; step += with.tile_steps) {
+    _tile_loadd(4, a, lda);
+    _tile_loadd(6, b, ldb);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(5, below, with.lda);
+    _tile_loadd(5, below, lda);
     _tile_dpbf16ps(2, 5, 6);
     if constexpr (kRight) {
-      _tile_loadd(7, b + 64, with.ldb);
+      _tile_loadd(7, b + right, ldb);
       _tile_dpbf16ps(1, 4, 7);
       _tile_dpbf16ps(3, 5, 7);
     }
-    a += 64, below += 64, b += tile_steps * with.ldb;
+    meanwhile();
+    a += 64, below += 64, b += next;
   }
-  _tile_stored(0, c, with.ldc);
-  _tile_stored(2, c_below, with.ldc);
-  if constexpr (kRight) _tile_stored(1, c + 64, with.ldc);
-  if constexpr (kRight) _tile_stored(3, c_below + 64, with.ldc);
+  _tile_stored(0, c, ldc);
+  _tile_stored(2, c_below, ldc);
+  if constexpr (kRight) _tile_stored(1, c + 64, ldc);
+  if constexpr (kRight) _tile_stored(3, c_below + 64, ldc);
 }
 
 // One tile's height and, with kRight, two tiles' width, in the registers of a square's upper half.
 template <bool kRight>
-TRUNKLINE_INLINE void tile_upper(const TileOperands& with, bool accumulate, int tile_steps) {
+TRUNKLINE_INLINE void tile_upper(const TileOperands& with) {
   const char *a = with.a, *b = with.b;
-  if (accumulate) {
+  const long ldb = with.b_row(), right = with.b_right(), next = with.b_next();
+  if (with.accumulate) {
     _tile_loadd(0, with.c, with.ldc);
     if constexpr (kRight) _tile_loadd(1, with.c + 64, with.ldc);
   } else {
     _tile_zero(0);
     _tile_zero(1);
   }
-  for (int step = 0; step < with.steps; step += tile_steps, a += 64, b += tile_steps * with.ldb) {
+  for (int step = 0; step < with.steps; step += with.tile_steps) {
     _tile_loadd(4, a, with.lda);
-    _tile_loadd(6, b, with.ldb);
+    _tile_loadd(6, b, ldb);
     _tile_dpbf16ps(0, 4, 6);
     if constexpr (kRight) {
-      _tile_loadd(7, b + 64, with.ldb);
+      _tile_loadd(7, b + right, ldb);
       _tile_dpbf16ps(1, 4, 7);
     }
+    a += 64, b += next;
   }
   _tile_stored(0, with.c, with.ldc);
   if constexpr (kRight) _tile_stored(1, with.c + 64, with.ldc);
@@ -159,60 +180,65 @@ TRUNKLINE_INLINE void tile_upper(const TileOperands& with, bool accumulate, int 
 
 // The same in those of the lower half. Registers are parts of instructions, so no parameter can choose them.
 template <bool kRight>
-TRUNKLINE_INLINE void tile_lower(const TileOperands& with, bool accumulate, int tile_steps) {
+TRUNKLINE_INLINE void tile_lower(const TileOperands& with) {
   const char *a = with.a, *b = with.b;
-  if (accumulate) {
+  const long ldb = with.b_row(), right = with.b_right(), next = with.b_next();
+  if (with.accumulate) {
     _tile_loadd(2, with.c, with.ldc);
     if constexpr (kRight) _tile_loadd(3, with.c + 64, with.ldc);
   } else {
     _tile_zero(2);
     _tile_zero(3);
   }
-  for (int step = 0; step < with.steps; step += tile_steps, a += 64, b += tile_steps * with.ldb) {
+  for (int step = 0; step < with.steps; step += with.tile_steps) {
     _tile_loadd(5, a, with.lda);
-    _tile_loadd(6, b, with.ldb);
+    _tile_loadd(6, b, ldb);
     _tile_dpbf16ps(2, 5, 6);
     if constexpr (kRight) {
-      _tile_loadd(7, b + 64, with.ldb);
+      _tile_loadd(7, b + right, ldb);
       _tile_dpbf16ps(3, 5, 7);
     }
+    a += 64, b += next;
   }
   _tile_stored(2, with.c, with.ldc);
   if constexpr (kRight) _tile_stored(3, with.c + 64, with.ldc);
 }
 
 // One tile's height and kTiles tiles' width, likewise.
-template <int kTiles>
-TRUNKLINE_INLINE void tile_strip(const TileOperands& with, PanelAhead ahead) {
+template <int kTiles, class Meanwhile>
+TRUNKLINE_INLINE void tile_strip(const TileOperands& with, Meanwhile& meanwhile) {
   const char *a = with.a, *b = with.b;
-  const long lda = with.lda, ldb = with.ldb, ldc = with.ldc;
+  const long lda = with.lda, ldb = with.b_row(), right = with.b_right(), next = with.b_next(), ldc = with.ldc;
   char* c = with.c;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int step = 0; step < with.steps; step += kTileSteps) {
-    if (ahead.bytes != 0) {
-      for (int row = ahead.first; row < kTileSteps; row += ahead.every) {
-        for (int tile = 0; tile < kTiles; ++tile) prefetch_second(b + ahead.bytes + row * ldb + tile * 64);
-      }
-    }
+  if (with.accumulate) {
+    _tile_loadd(0, c, ldc);
+    if constexpr (kTiles > 1) _tile_loadd(1, c + 64, ldc);
+    if constexpr (kTiles > 2) _tile_loadd(2, c + 128, ldc);
+    if constexpr (kTiles > 3) _tile_loadd(3, c + 192, ldc);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int step = 0; step < with.steps; step += with.tile_steps) {
     _tile_loadd(4, a, lda);
     _tile_loadd(5, b, ldb);
     _tile_dpbf16ps(0, 4, 5);
     if constexpr (kTiles > 1) {
-      _tile_loadd(6, b + 64, ldb);
+      _tile_loadd(6, b + right, ldb);
       _tile_dpbf16ps(1, 4, 6);
     }
     if constexpr (kTiles > 2) {
-      _tile_loadd(7, b + 128, ldb);
+      _tile_loadd(7, b + 2 * right, ldb);
       _tile_dpbf16ps(2, 4, 7);
     }
     if constexpr (kTiles > 3) {
-      _tile_loadd(5, b + 192, ldb);
+      _tile_loadd(5, b + 3 * right, ldb);
       _tile_dpbf16ps(3, 4, 5);
     }
-    a += 64, b += kTileSteps * ldb;
+    meanwhile();
+    a += 64, b += next;
   }
   _tile_stored(0, c, ldc);
   if constexpr (kTiles > 1) _tile_stored(1, c + 64, ldc);
@@ -225,45 +251,49 @@ template <class Product>
 TRUNKLINE_INLINE void over_lanes(const TileOperands& with, int lanes, const Product& product) {
   TileOperands at = with;
   int lane = 0;
-  for (; lane + 2 * kTileLanes <= lanes; lane += 2 * kTileLanes, at.b += 128, at.c += 128) {
+  for (; lane + 2 * kTileLanes <= lanes; lane += 2 * kTileLanes, at.b += 2 * at.b_right(), at.c += 128) {
     product(std::true_type{}, at);
   }
   if (lane < lanes) product(std::false_type{}, at);
 }
 
+// Whole tiles of steps, and what is left behind them as tiles of a shape of its own, whose sums are those of a tile with
+// zeros for the other inputs: `product` of the operands of either, of any number of steps together.
+template <class Product>
+TRUNKLINE_INLINE void over_steps(const TileOperands& with, const Product& product) {
+  TileOperands part = with;
+  part.steps = with.steps / kTileSteps * kTileSteps;
+  if (part.steps > 0) product(part);
+  const int tiles = part.steps / kTileSteps, left = with.steps - part.steps;
+  if (left == 0) return;
+  part.accumulate = with.accumulate || tiles > 0;
+  part.a += tiles * 64, part.b += part.steps * part.ldb;
+  part.steps = part.tile_steps = left;
+  product(part);
+}
+
 // C `[rows, lanes]` (+)= A B, as gemm.h's product, for at most 48 rows; lanes are a multiple of 16. The last two tiles of
-// rows make squares, so that all products of as many rows have the same shapes. Steps behind the last whole tile of
-// them have shapes of their own: the sums are those of a tile whose other inputs are zero. `ahead`: as of gemm.h.
-TRUNKLINE_INLINE void tile_gemm(Tiles& tiles, int rows, int lanes, const TileOperands& with, bool accumulate,
-                                long ahead) {
+// rows make squares, so that all products of as many rows have the same shapes. `ahead`: as of gemm.h.
+TRUNKLINE_INLINE void tile_gemm(Tiles& tiles, int rows, int lanes, const TileOperands& with, long ahead) {
   const int above = (rows - 1) / kTileRowsMax * kTileRowsMax, last = rows - above;
-  const int whole = with.steps / kTileSteps * kTileSteps;
   settle_memory();
-  for (int begin = 0; begin < with.steps; begin = whole) {
-    const bool is_whole = begin < whole;
-    const int tile_steps = is_whole ? kTileSteps : with.steps - whole;
-    TileOperands part = with;
-    part.steps = is_whole ? whole : tile_steps;
-    part.a += begin * 4, part.b += begin * with.ldb;
-    const bool adds = accumulate || begin > 0;
-    tiles.square(kTileRowsMax, last, tile_steps);
+  over_steps(with, [&](const TileOperands& part) {
+    tiles.square(kTileRowsMax, last, part.tile_steps);
     TileOperands end = part;
     end.a += above * with.lda, end.c += above * with.ldc;
     if (above == 0) {
-      over_lanes(end, lanes,
-                 [&](auto right, const TileOperands& at) { tile_lower<right()>(at, adds, tile_steps); });
+      over_lanes(end, lanes, [&](auto right, const TileOperands& at) { tile_lower<right()>(at); });
     } else {
       end.a -= kTileRowsMax * with.lda, end.c -= kTileRowsMax * with.ldc;
-      const PanelAhead fetch{ahead, 0, 1};
-      over_lanes(end, lanes,
-                 [&](auto right, const TileOperands& at) { tile_square<right()>(at, adds, fetch, tile_steps); });
+      over_lanes(end, lanes, [&](auto right, const TileOperands& at) {
+        LinesAhead fetch{at.b + ahead, at.ldb, right() ? 2 : 1, ahead == 0 ? 0 : at.steps, at.tile_steps};
+        tile_square<right()>(at, fetch);
+      });
     }
     if (above > kTileRowsMax) {
-      over_lanes(part, lanes,
-                 [&](auto right, const TileOperands& at) { tile_upper<right()>(at, adds, tile_steps); });
+      over_lanes(part, lanes, [&](auto right, const TileOperands& at) { tile_upper<right()>(at); });
     }
-    if (whole == with.steps || !is_whole) break;
-  }
+  });
 }
 
 }  // namespace

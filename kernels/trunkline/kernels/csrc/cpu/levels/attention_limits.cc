@@ -52,9 +52,11 @@ double multiply_tiles(int64_t repeats, char* scratch) {
   settle_memory();
   Tiles tiles;
   tiles.square(kTileRowsMax, kTileRowsMax);
-  const TileOperands with{scratch,       kSteps * 4, b, kLaneWords * 4, kSteps, b + kLaneWords * kSteps * 4,
-                          kLaneWords * 4};
-  for (int64_t i = 0; i < repeats; ++i) tile_square<true>(with, false, {});
+  const TileOperands with{scratch,        kSteps * 4, b,          kLaneWords * 4,
+                          true,           kSteps,     kTileSteps, b + kLaneWords * kSteps * 4,
+                          kLaneWords * 4, false};
+  const Nothing nothing;
+  for (int64_t i = 0; i < repeats; ++i) tile_square<true>(with, nothing);
   return 2.0 * kRows * kLaneWords * kSteps * 2 * static_cast<double>(repeats);
 }
 constexpr auto kMultiplyBFloat16 = multiply_tiles;

@@ -6,9 +6,9 @@
 
 #include <type_traits>
 
+#include "cpu/linear_by_tiles.h"
 #include "cpu/linear_unit.h"
 #include "cpu/quantised.h"
-#include "cpu/tile_product.h"
 
 namespace trunkline::TRUNKLINE_NAMESPACE {
 namespace {
@@ -85,49 +85,6 @@ void multiply_plain_panel(int rows, const typename T::A* a, long lda, const type
   }
 }
 
-#if TRUNKLINE_LEVEL >= 4
-// A panel by tiles. What is left of the inputs behind the last whole tile comes last, as on the level below. Few rows
-// read the panel once and fetch what comes a little later; many fetch the next panel, each some of its lines.
-void multiply_tiles(int rows, const uint32_t* a, long lda, const uint32_t* b, int width, int64_t steps,
-                    float* sums) {
-  constexpr int kHeight = 2 * kTileRowsMax;
-  const int whole = static_cast<int>(steps / kTileSteps * kTileSteps);
-  const long step_bytes = width * 4;
-  const int passes = (rows + kHeight - 1) / kHeight;
-  settle_memory();
-  Tiles tiles;
-  for (int pass = 0; pass < passes; ++pass) {
-    const int first = pass * kHeight, height = smaller(kHeight, rows - first);
-    const TileOperands with{reinterpret_cast<const char*>(a + first * lda),
-                            lda * 4,
-                            reinterpret_cast<const char*>(b),
-                            step_bytes,
-                            whole,
-                            reinterpret_cast<char*>(sums + first * kPanelWidth),
-                            kPanelWidth * 4};
-    PanelAhead ahead{steps * step_bytes, pass, passes};
-    if (height > kTileRowsMax) {
-      tiles.square(kTileRowsMax, height - kTileRowsMax);
-      over_lanes(with, width, [&](auto right, const TileOperands& at) { tile_square<right()>(at, false, ahead); });
-      continue;
-    }
-    if (passes == 1) ahead.bytes = kAheadBytes;
-    tiles.wide(height);
-    switch (width / kTileLanes) {
-      case 4: tile_strip<4>(with, ahead); break;
-      case 3: tile_strip<3>(with, ahead); break;
-      case 2: tile_strip<2>(with, ahead); break;
-      default: tile_strip<1>(with, ahead);
-    }
-  }
-  if (whole == steps) return;
-  for (int first = 0; first < rows; first += kTileRows) {
-    linear_rows<BFloat16, 0>(smaller(kTileRows, rows - first), a + first * lda + whole, lda, b + whole * width,
-                             width, static_cast<int>(steps - whole), sums + first * kPanelWidth, true, nullptr);
-  }
-}
-#endif
-
 template <class T>
 void multiply_panel(int rows, const typename T::A* a, long lda, const typename T::B* b, int width, int64_t steps,
                     float* sums) {
@@ -135,9 +92,6 @@ void multiply_panel(int rows, const typename T::A* a, long lda, const typename T
     if (rows <= kInt8TileRows) return multiply_int8_rows<T>(rows, a, lda, b, width, static_cast<int>(steps), sums);
     return multiply_int8_blocks<T, kBlockSteps>(rows, a, lda, b, width, static_cast<int>(steps), sums);
   } else {
-#if TRUNKLINE_LEVEL >= 4
-    if constexpr (std::is_same_v<T, BFloat16>) return multiply_tiles(rows, a, lda, b, width, steps, sums);
-#endif
     multiply_plain_panel<T>(rows, a, lda, b, width, steps, sums);
   }
 }
@@ -151,42 +105,31 @@ void linear_unit(const LinearCall& call, int64_t row_begin, int64_t row_end, int
   const int rows = static_cast<int>(row_end - row_begin);
   long lda;
   const typename T::A* a = prepare_rows<T>(call, row_begin, row_end, converted, lda);
-  const auto some_rows = [&](int first, int count, int64_t from, int64_t to) {
-    linear_panels<T>(call, count, row_begin + first, from, to, [&](int64_t lanes, int width, float* sums) {
-      const auto* b = static_cast<const typename T::B*>(layer.panels) + lanes * elements;
-      multiply_panel<T>(count, a + first * lda, lda, b, width, steps, sums);
-    });
-  };
-  if (rows <= kRowsMax) return some_rows(0, rows, panel_begin, panel_end);
-  for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-    for (int first = 0; first < rows; first += kRowsMax) {
-      some_rows(first, smaller(kRowsMax, rows - first), panel, panel + 1);
-    }
-  }
+  linear_panels<T>(call, rows, row_begin, panel_begin, panel_end, [&](int64_t lanes, int width, float* sums) {
+    const auto* b = static_cast<const typename T::B*>(layer.panels) + lanes * elements;
+    multiply_panel<T>(rows, a, lda, b, width, steps, sums);
+  });
 }
 
-// Tiles multiply faster than memory delivers a panel for kRowsMax rows. So several times as many pass over it while
-// it is in the second-level cache, as long as their inputs are there, too.
-template <class T>
-int64_t rows_max([[maybe_unused]] const LinearLayer& layer) {
 #if TRUNKLINE_LEVEL >= 4
-  constexpr int64_t kInputBytesMax = 768 * 1024;
-  if (std::is_same_v<T, BFloat16> && row_words<T>(layer) == 0) {
-    const int64_t blocks = kInputBytesMax / (layer.in_features * 2 * kRowsMax);
-    return kRowsMax * (blocks < 1 ? 1 : blocks > 4 ? 4 : blocks);
-  }
+// Rows for which a group of panels is read once. More would leave several threads too few units.
+int64_t rows_of_tiles(const LinearLayer&) { return 1024; }
+
+constexpr LinearUnit kBFloat16Unit = tile_unit<false>, kInt8Unit = tile_unit<true>;
+constexpr auto kBFloat16Words = tile_words<false>, kInt8Words = tile_words<true>;
+constexpr auto kBFloat16Rows = rows_of_tiles;
+#else
+constexpr LinearUnit kBFloat16Unit = linear_unit<BFloat16>, kInt8Unit = linear_unit<Int8<BFloat16>>;
+constexpr auto kBFloat16Words = unit_words<BFloat16>, kInt8Words = unit_words<Int8<BFloat16>>;
+constexpr int64_t (*kBFloat16Rows)(const LinearLayer&) = nullptr;
 #endif
-  return kRowsMax;
-}
 
 }  // namespace
 
-const LinearTable kLinearTable = {
-    {{linear_unit<Float32>, linear_unit<BFloat16>, linear_unit<Float16>},
-     {linear_unit<Int8<Float32>>, linear_unit<Int8<BFloat16>>, linear_unit<Int8<Float16>>}},
-    {{row_words<Float32>, row_words<BFloat16>, row_words<Float16>},
-     {row_words<Int8<Float32>>, row_words<Int8<BFloat16>>, row_words<Int8<Float16>>}},
-    {{rows_max<Float32>, rows_max<BFloat16>, rows_max<Float16>},
-     {rows_max<Int8<Float32>>, rows_max<Int8<BFloat16>>, rows_max<Int8<Float16>>}}};
+const LinearTable kLinearTable = {{{linear_unit<Float32>, kBFloat16Unit, linear_unit<Float16>},
+                                   {linear_unit<Int8<Float32>>, kInt8Unit, linear_unit<Int8<Float16>>}},
+                                  {{unit_words<Float32>, kBFloat16Words, unit_words<Float16>},
+                                   {unit_words<Int8<Float32>>, kInt8Words, unit_words<Int8<Float16>>}},
+                                  {{nullptr, kBFloat16Rows, nullptr}, {nullptr, kBFloat16Rows, nullptr}}};
 
 }  // namespace trunkline::TRUNKLINE_NAMESPACE

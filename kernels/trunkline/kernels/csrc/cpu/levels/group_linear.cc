@@ -48,8 +48,9 @@ void float8_unit(const LinearCall& call, int64_t row_begin, int64_t row_end, int
 }
 
 template <class T>
-int64_t exact_words(const LinearLayer& layer) {
-  return layer.groups->is_float ? row_words<typename WithFloat8<T>::Rows>(layer) : row_words<Exact<T>>(layer);
+int64_t exact_words(const LinearLayer& layer, int64_t rows) {
+  return layer.groups->is_float ? unit_words<typename WithFloat8<T>::Rows>(layer, rows)
+                                : unit_words<Exact<T>>(layer, rows);
 }
 
 template <class T>
@@ -91,7 +92,9 @@ void int8_unit(const LinearCall& call, int64_t row_begin, int64_t row_end, int64
   });
 }
 
-int64_t int8_words(const LinearLayer& layer) { return int8_row_words(layer.in_features, layer.groups->unit()); }
+int64_t int8_words(const LinearLayer& layer, int64_t rows) {
+  return rows * int8_row_words(layer.in_features, layer.groups->unit());
+}
 
 }  // namespace
 
