@@ -58,16 +58,14 @@ class AttentionUnit {
         values_(static_cast<int>(round_up(pool.value_dim, 16))),
         head_(head),
         heads_(heads),
-        vectors_(vectors) {
+        vectors_(vectors),
+        tiled_(kHasTiles && d_ % 32 == 0) {
     lay_out(memory_, scratch, heads * vectors, pool.query_width());
     group_.valid = memory_.valid, group_.position = memory_.key_position;
     group_.key_scale = memory_.key_scale, group_.value_scale = memory_.value_scale;
     group_.key_scratch = reinterpret_cast<B*>(memory_.keys);
     group_.value_scratch = reinterpret_cast<B*>(memory_.values);
   }
-
-  // From here on a unit of one head multiplies by tiles, if vectors are whole tiles wide. These round otherwise.
-  void multiply_by_tiles() { tiled_ = kHasTiles && heads_ == 1 && d_ % 32 == 0; }
 
   // What this unit fetches while it multiplies many vectors, beside its own next tiles.
   void fetch(TilesAhead& ahead) { ahead_ = &ahead; }
@@ -182,14 +180,15 @@ class AttentionUnit {
   }
 
   // Bytes from a part's tile to the one that is read after it, of the next stage or group, which starts at `next`;
-  // 0: do not fetch. The next head's tile adjoins this one, so the processor fetches it by itself; asking as well
-  // costs a fifth of the time (but bytes that are multiplied by several vectors are worked on for longer than the
-  // processor looks ahead). A tile may not fit the first-level cache beside the one that is read.
+  // 0: do not fetch. The next head's tile adjoins this one, so the processor fetches it by itself, and asking as well
+  // costs a fifth of the time; but not while bytes are multiplied by several vectors, which takes longer than it looks
+  // ahead, nor where matrix registers read four lines of one row after another. A tile may not fit the first-level cache
+  // beside the one that is read.
   TRUNKLINE_INLINE long ahead_of(int p, int h, bool value, const Cursor* next) const {
     const Part<T>& part = group_.parts[p];
     if (next == nullptr || !part.packed) return 0;
     const long tile = pool_.tile_bytes;
-    if (h + 1 < heads_) return (kBytes || kPairs) && vectors_ > 1 ? tile : 0;
+    if (h + 1 < heads_) return tiled_ || ((kBytes || kPairs) && vectors_ > 1) ? tile : 0;
     if (heads_ > 1 && !value) return (pool_.kv_heads - heads_ + 1) * tile;
     const int item = next->item + p;
     if (item >= next->end) return 0;
@@ -489,8 +488,8 @@ class AttentionUnit {
   const int values_;      // padded width of a value: that of keys if they are not the end of those
   const long head_;
   const int heads_, vectors_;  // per head
+  const bool tiled_;           // vectors are whole tiles wide: products are those of tiles, which round otherwise
   TilesAhead* ahead_ = nullptr;
-  bool tiled_ = false;
   Tiles tiles_;
   UnitMemory memory_;
   Group<T> group_;

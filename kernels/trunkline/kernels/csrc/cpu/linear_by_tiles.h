@@ -39,12 +39,8 @@ TRUNKLINE_INLINE void multiply_pass(Tiles& tiles, int rows, int width, const Til
       return;
     }
     tiles.wide(rows, part.tile_steps);
-    switch (width / kTileLanes) {
-      case 4: return tile_strip<4>(part, meanwhile);
-      case 3: return tile_strip<3>(part, meanwhile);
-      case 2: return tile_strip<2>(part, meanwhile);
-      default: return tile_strip<1>(part, meanwhile);
-    }
+    over_strips(part, width,
+                [&](auto tiles_wide, const TileOperands& at) { tile_strip<tiles_wide()>(at, meanwhile); });
   });
 }
 

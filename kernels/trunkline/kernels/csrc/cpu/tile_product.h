@@ -152,7 +152,8 @@ TRUNKLINE_INLINE void tile_square(const TileOperands& with, Meanwhile& meanwhile
   if constexpr (kRight) _tile_stored(3, c_below + 64, ldc);
 }
 
-// One tile's height and, with kRight, two tiles' width, in the registers of a square's upper half.
+// One tile's height and, with kRight, two tiles' width, in the registers of a square's upper half. Registers are parts of
+// instructions, so no parameter can choose them.
 template <bool kRight>
 TRUNKLINE_INLINE void tile_upper(const TileOperands& with) {
   const char *a = with.a, *b = with.b;
@@ -178,33 +179,7 @@ TRUNKLINE_INLINE void tile_upper(const TileOperands& with) {
   if constexpr (kRight) _tile_stored(1, with.c + 64, with.ldc);
 }
 
-// The same in those of the lower half. Registers are parts of instructions, so no parameter can choose them.
-template <bool kRight>
-TRUNKLINE_INLINE void tile_lower(const TileOperands& with) {
-  const char *a = with.a, *b = with.b;
-  const long ldb = with.b_row(), right = with.b_right(), next = with.b_next();
-  if (with.accumulate) {
-    _tile_loadd(2, with.c, with.ldc);
-    if constexpr (kRight) _tile_loadd(3, with.c + 64, with.ldc);
-  } else {
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (int step = 0; step < with.steps; step += with.tile_steps) {
-    _tile_loadd(5, a, with.lda);
-    _tile_loadd(6, b, ldb);
-    _tile_dpbf16ps(2, 5, 6);
-    if constexpr (kRight) {
-      _tile_loadd(7, b + right, ldb);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-    a += 64, b += next;
-  }
-  _tile_stored(2, with.c, with.ldc);
-  if constexpr (kRight) _tile_stored(3, with.c + 64, with.ldc);
-}
-
-// One tile's height and kTiles tiles' width, likewise.
+// One tile's height and kTiles tiles' width.
 template <int kTiles, class Meanwhile>
 TRUNKLINE_INLINE void tile_strip(const TileOperands& with, Meanwhile& meanwhile) {
   const char *a = with.a, *b = with.b;
@@ -257,6 +232,22 @@ TRUNKLINE_INLINE void over_lanes(const TileOperands& with, int lanes, const Prod
   if (lane < lanes) product(std::false_type{}, at);
 }
 
+// Rows of one tile, lanes four tiles at a time, and those that are left: `product(tiles)` of operands moved to there.
+template <class Product>
+TRUNKLINE_INLINE void over_strips(const TileOperands& with, int lanes, const Product& product) {
+  TileOperands at = with;
+  int left = lanes / kTileLanes;
+  for (; left >= 4; left -= 4, at.b += 4 * at.b_right(), at.c += 256) {
+    product(std::integral_constant<int, 4>{}, at);
+  }
+  switch (left) {
+    case 3: return product(std::integral_constant<int, 3>{}, at);
+    case 2: return product(std::integral_constant<int, 2>{}, at);
+    case 1: return product(std::integral_constant<int, 1>{}, at);
+    default: return;
+  }
+}
+
 // Whole tiles of steps, and what is left behind them as tiles of a shape of its own, whose sums are those of a tile with
 // zeros for the other inputs: `product` of the operands of either, of any number of steps together.
 template <class Product>
@@ -272,24 +263,31 @@ TRUNKLINE_INLINE void over_steps(const TileOperands& with, const Product& produc
   product(part);
 }
 
-// C `[rows, lanes]` (+)= A B, as gemm.h's product, for at most 48 rows; lanes are a multiple of 16. The last two tiles of
-// rows make squares, so that all products of as many rows have the same shapes. `ahead`: as of gemm.h.
+// C `[rows, lanes]` (+)= A B, as gemm.h's product, for at most 48 rows; lanes are a multiple of 16. Rows of one tile are
+// strips; of more, the last two tiles make squares, so that all products of as many rows have the same shapes. `ahead`:
+// as of gemm.h.
 TRUNKLINE_INLINE void tile_gemm(Tiles& tiles, int rows, int lanes, const TileOperands& with, long ahead) {
   const int above = (rows - 1) / kTileRowsMax * kTileRowsMax, last = rows - above;
+  const auto fetch_beside = [&](const TileOperands& at, int width) {
+    return LinesAhead{at.b + ahead, at.ldb, width, ahead == 0 ? 0 : at.steps, at.tile_steps};
+  };
   settle_memory();
   over_steps(with, [&](const TileOperands& part) {
+    if (above == 0) {
+      tiles.wide(rows, part.tile_steps);
+      over_strips(part, lanes, [&](auto width, const TileOperands& at) {
+        LinesAhead fetch = fetch_beside(at, width());
+        tile_strip<width()>(at, fetch);
+      });
+      return;
+    }
     tiles.square(kTileRowsMax, last, part.tile_steps);
     TileOperands end = part;
-    end.a += above * with.lda, end.c += above * with.ldc;
-    if (above == 0) {
-      over_lanes(end, lanes, [&](auto right, const TileOperands& at) { tile_lower<right()>(at); });
-    } else {
-      end.a -= kTileRowsMax * with.lda, end.c -= kTileRowsMax * with.ldc;
-      over_lanes(end, lanes, [&](auto right, const TileOperands& at) {
-        LinesAhead fetch{at.b + ahead, at.ldb, right() ? 2 : 1, ahead == 0 ? 0 : at.steps, at.tile_steps};
-        tile_square<right()>(at, fetch);
-      });
-    }
+    end.a += (above - kTileRowsMax) * with.lda, end.c += (above - kTileRowsMax) * with.ldc;
+    over_lanes(end, lanes, [&](auto right, const TileOperands& at) {
+      LinesAhead fetch = fetch_beside(at, right() ? 2 : 1);
+      tile_square<right()>(at, fetch);
+    });
     if (above > kTileRowsMax) {
       over_lanes(part, lanes, [&](auto right, const TileOperands& at) { tile_upper<right()>(at); });
     }

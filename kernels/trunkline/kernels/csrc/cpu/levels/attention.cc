@@ -177,7 +177,6 @@ void decode_unit(const DecodeCall& call, const DecodeUnit& chosen, char* scratch
   const int vectors = (last_entry - first_entry) * call.group;
   const int tokens = vectors >= kManyVectors && !call.invariant ? kGroupTokens : kShortGroupTokens;
   UnitOf<T> unit(call.pool, call.rule, call.layer, chosen.head, chosen.heads, vectors, tokens, scratch);
-  if (vectors >= kManyVectors && !call.invariant) unit.multiply_by_tiles();
   UnitMemory& memory = unit.memory();
   const int64_t vector_bytes = call.pool.head_dim * static_cast<int64_t>(sizeof(typename T::Storage));
   const auto position_of = [&](int entry) {
@@ -295,7 +294,6 @@ template <class T>
 void prefill_unit(const PrefillCall& call, const PrefillUnit& chosen, char* scratch) {
   const int vectors = chosen.queries * call.group;
   UnitOf<T> unit(call.pool, call.rule, call.layer, chosen.head, 1, vectors, kGroupTokens, scratch);
-  unit.multiply_by_tiles();
   UnitMemory& memory = unit.memory();
   int32_t lowest = INT32_MAX, highest = INT32_MIN;
   for (int token = 0; token < chosen.queries; ++token) {
