@@ -136,13 +136,36 @@ def test_a_row_is_the_same_bits_in_any_batch(level: str, dtype: torch.dtype, qua
                     assert torch.equal(y, expected[first : first + rows])
 
 
+@pytest.mark.skipif(not NATIVE, reason="the compiled kernels are not installed")
+@pytest.mark.parametrize("quantisation", FORMS)
+def test_rows_of_a_long_prompt_are_those_of_a_short_one(quantisation: Quantisation) -> None:
+    """More rows than a unit takes, panels than a group has, and passes than ask for what comes next."""
+    x, weight, bias = operands(1100, 1400, 768, torch.bfloat16)
+    for threads in (1, 3):
+        kernels = make_kernels(NATIVE[-1], threads)
+        layer = kernels.pack_linear(weight, bias, quantisation)
+        gated = kernels.pack_gated_linear(weight, bias, "silu", quantisation)
+        whole = kernels.linear(x, layer, torch.float32), kernels.gated_linear(x, gated)
+        for first, rows in ((0, 300), (300, 224), (700, 31), (1070, 30), (1099, 1)):
+            part = x[first : first + rows]
+            assert torch.equal(kernels.linear(part, layer, torch.float32), whole[0][first : first + rows])
+            assert torch.equal(kernels.gated_linear(part, gated), whole[1][first : first + rows])
+
+
+@level
+def test_a_weight_without_inputs_is_refused(kernels: Kernels) -> None:
+    for quantisation in FORMS:
+        with pytest.raises(ValueError, match="no inputs"):
+            kernels.pack_linear(torch.empty(8, 0), None, quantisation)
+
+
 @pytest.mark.skipif("amx" not in NATIVE, reason="this processor has no matrix registers")
 def test_layers_for_matrix_registers_run_nowhere_else() -> None:
     """Their panels lie otherwise."""
     x, weight, _ = operands(3, 20, 40, torch.bfloat16)
     tiles, vectors = make_kernels("amx"), make_kernels("avx512bf16")
     for packs, runs in ((tiles, vectors), (vectors, tiles)):
-        with pytest.raises(ValueError, match="packed for matrix registers"):
+        with pytest.raises(ValueError, match="matrix registers"):
             runs.linear(x, packs.pack_linear(weight, None))
 
 

@@ -350,6 +350,15 @@ def test_contradictory_programs_are_refused(models: Models) -> None:
             Program(ops, program.layers, program.states, program.logits)
 
 
+@pytest.mark.skipif("amx" not in isa_levels(), reason="this processor has no matrix registers")
+@pytest.mark.parametrize("name", ["gqa", "mixtral", "deepseek-v3"])
+def test_layers_of_other_kernels_are_refused_before_a_step(name: str, models: Models) -> None:
+    """Not in the middle of one, when earlier ops have changed what they add to."""
+    runner, program = load(models(name), dtype="bfloat16")
+    with pytest.raises(ValueError, match="packed for matrix registers"):
+        CpuProgram(program.program, CpuKernels(isa="avx512bf16"), runner.pool, TensorParallel.alone(CPU))
+
+
 @pytest.mark.parametrize("seed", seeds(2))
 @pytest.mark.parametrize(
     "name", ["glm4-moe", "olmo2", "deepseek-v3", pytest.param("gemma4-e", marks=pytest.mark.soak)]

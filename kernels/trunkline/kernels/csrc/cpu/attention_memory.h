@@ -19,7 +19,7 @@ struct UnitMemory {
   float* slope;                 // [vectors], times log2(e)
   float* position;              // [vectors]: of the query, minus the lowest query's
   float* reach;                 // [vectors]: positions before the query that it sees, where there is a span
-  float* queries;               // [vectors, padded d]: where T::A is not what memory holds; turned ones
+  float* queries;               // [vectors, padded d]: where T::A is not what memory holds; of tiles in 2 bytes
   float* scores;                // [kRowBlock, kScoreStride]
   float *valid, *key_position;  // [kScoreStride]
   float *key_scale,

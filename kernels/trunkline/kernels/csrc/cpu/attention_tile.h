@@ -181,9 +181,9 @@ class AttentionUnit {
 
   // Bytes from a part's tile to the one that is read after it, of the next stage or group, which starts at `next`;
   // 0: do not fetch. The next head's tile adjoins this one, so the processor fetches it by itself, and asking as well
-  // costs a fifth of the time; but not while bytes are multiplied by several vectors, which takes longer than it looks
-  // ahead, nor where matrix registers read four lines of one row after another. A tile may not fit the first-level cache
-  // beside the one that is read.
+  // costs a fifth of the time. Two readers are the exception: bytes that are multiplied by several vectors take longer
+  // than it looks ahead, and it does not follow the order of matrix registers, four lines of a row at a time. A tile may
+  // not fit the first-level cache beside the one that is read.
   TRUNKLINE_INLINE long ahead_of(int p, int h, bool value, const Cursor* next) const {
     const Part<T>& part = group_.parts[p];
     if (next == nullptr || !part.packed) return 0;

@@ -39,11 +39,16 @@ bool packs_tiles(CpuLevel level, const LinearLayer& layer) {
   return level >= CpuLevel::kAmx && layer.form == WeightForm::kPlain && layer.type == DenseType::kBFloat16;
 }
 
+void require_level(CpuLevel level, const LinearLayer& layer) {
+  const bool in_tiles = packs_tiles(level, layer);
+  if (layer.in_tiles == in_tiles) return;
+  TVM_FFI_THROW(ValueError) << "a layer was packed " << (in_tiles ? "without" : "for")
+                            << " matrix registers, and these kernels multiply " << (in_tiles ? "by" : "without")
+                            << " them";
+}
+
 LinearFunctions linear_functions(CpuLevel level, const LinearLayer& layer) {
-  if (layer.in_tiles != packs_tiles(level, layer)) {
-    TVM_FFI_THROW(ValueError)
-        << "a layer that was packed for matrix registers runs where they are, and no other does";
-  }
+  require_level(level, layer);
   const LinearTable& table = linear_table(level, layer.groups != nullptr);
   const bool second = layer.form == WeightForm::kInt8 || layer.form == WeightForm::kGroupsInt8;
   const int type = static_cast<int>(layer.type);

@@ -71,7 +71,7 @@ Split split_of(const LinearCall& call, CpuLevel level, int64_t threads, int64_t 
   return split;
 }
 
-// Every thread's memory for converted rows, empty; false: none is needed.
+// Every thread's memory for a unit, without converted rows yet; false: none is needed.
 bool prepare_conversion(CpuContext& shared, const LinearCall* calls, size_t count) {
   int64_t words = 0;
   for (const LinearCall& call : std::span(calls, count)) {

@@ -113,7 +113,8 @@ struct LinearCall {
 };
 
 // A thread's memory during one call for a block of rows in the form that the product reads, if it is another one
-// than theirs: a thread that takes several panels of a block converts it once.
+// than theirs: a thread that takes several panels of a block converts it once. Behind it, where LinearTable::words counts
+// them, is room for int8 panels in the form of the matrix registers.
 struct ConvertedRows {
   int64_t row_begin;  // of the block that is there; -1: none yet
   void* words;        // as many as LinearTable::words says
@@ -126,7 +127,7 @@ using LinearUnit = void (*)(const LinearCall& call, int64_t row_begin, int64_t r
 // Of plain and int8 weights, or of codes in groups without and with int8 inputs.
 struct LinearTable {
   LinearUnit unit[2][kDenseTypes];
-  // 32-bit words of a thread's memory for a unit of `rows` rows; 0: rows are read as they are.
+  // 32-bit words of a thread's memory for a unit of `rows` rows; 0: none, rows are read as they are.
   int64_t (*words[2][kDenseTypes])(const LinearLayer& layer, int64_t rows);
   // Rows of a unit of work at most; null: kRowsMax.
   int64_t (*rows_max[2][kDenseTypes])(const LinearLayer& layer);
@@ -179,6 +180,8 @@ struct LinearFunctions {
 LinearFunctions linear_functions(CpuLevel level, const LinearLayer& layer);
 // Whether a level's panels of a layer are in tiles.
 bool packs_tiles(CpuLevel level, const LinearLayer& layer);
+// Throws if the layer's panels are not as the level reads them.
+void require_level(CpuLevel level, const LinearLayer& layer);
 const NormTable& norm_table(CpuLevel level);
 
 // Inputs that an int8 panel has for each output: an even number, so that a step may take a pair.

@@ -1,7 +1,7 @@
 // One unit of a linear layer in bfloat16 by matrix registers (`tile_product.h`), over weights in bfloat16 or int8.
 //
-// As many panels as the second-level cache holds make a group. Rows pass over a group in squares of 32, so that they are
-// read from farther away once per group, and their outputs, which lie in no cache, are written in long runs. Meanwhile a
+// As many panels as half a second-level cache holds make a group. Rows pass over a group in squares of 32, so that rows
+// are read from farther away once per group, and their outputs, which lie in no cache, are written in long runs. Meanwhile a
 // pass over a panel turns the sums of the pass before into outputs. Few passes are through a panel before the next
 // one has arrived, so these ask for it, each for its share, and a group is one panel.
 //
@@ -220,11 +220,13 @@ class TileUnit {
     turn_ = 1 - turn_;
   }
 
-  // Rows of one tile read a panel once, in order, so they ask for what they read a little later; squares, which read it
-  // in two sweeps and several times, for the next panel.
+  // Rows of one tile read a panel once, in order, so they ask for what they read a little later. Squares read it in two
+  // sweeps: a single pass asks for what it will read next, of a gated layer's gate the other part; several passes, which
+  // read both parts in turn, for the same part of the next panel.
   void ask(int pass, const char* b, int width, int turns) {
     const int lines = steps_ * width / kTileLanes, share = (lines + passes_ - 1) / passes_;
-    const char* from = rows_ <= kTileRowsMax ? b + kAheadBytes : b + (lines + pass * share) * 64L;
+    const int next = passes_ > 1 ? parts_ * lines : lines;
+    const char* from = rows_ <= kTileRowsMax ? b + kAheadBytes : b + (next + pass * share) * 64L;
     meanwhile_.lines = {from, 64, 1, share, (share + turns - 1) / turns};
   }
 

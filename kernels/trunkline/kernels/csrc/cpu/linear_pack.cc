@@ -85,6 +85,7 @@ DenseType weight_type(const TensorView& weight, int64_t parts, int64_t type_of_x
     TVM_FFI_THROW(ValueError) << "weight is " << described(weight) << "; allowed is a matrix in host memory with "
                               << "contiguous rows" << (parts == 2 ? ", an even number of them" : "");
   }
+  if (weight.size(1) == 0) TVM_FFI_THROW(ValueError) << "weight is " << described(weight) << "; it has no inputs";
   if (weight_form(weight) == WeightForm::kInt8) {
     if (type_of_x >= 0 && type_of_x < kDenseTypes) return static_cast<DenseType>(type_of_x);
     TVM_FFI_THROW(ValueError) << "an int8 weight is for x of a type, there is no type " << type_of_x;

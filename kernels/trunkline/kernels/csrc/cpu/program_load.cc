@@ -189,7 +189,7 @@ void program_go_on(int64_t handle, int64_t steps) {
 }
 
 // What an adapter has for `layer`, from the handles of A and B; zeros: nothing.
-AdapterLayer adapter_layer(const LinearLayer* layer, const int64_t* handles) {
+AdapterLayer adapter_layer(CpuLevel level, const LinearLayer* layer, const int64_t* handles) {
   const auto* down = reinterpret_cast<const PackedLayer*>(handles[0]);
   const auto* up = reinterpret_cast<const PackedLayer*>(handles[1]);
   require((down == nullptr) == (up == nullptr), "an adapter has A and B of a site, or neither");
@@ -201,6 +201,7 @@ AdapterLayer adapter_layer(const LinearLayer* layer, const int64_t* handles) {
               up->in_features == down->out_features && down->activation == Activation::kNone &&
               up->activation == Activation::kNone,
           "an adapter's layers do not fit their op");
+  require_level(level, *down), require_level(level, *up);
   return {down, up};
 }
 
@@ -218,8 +219,8 @@ void program_adapter(int64_t handle, int64_t adapter, TensorView handles) {
     if (layers.empty()) break;
     const bool fits_rows = op.out >= 0 && program.buffers[static_cast<size_t>(op.out)].rows != RowKind::kLogits;
     for (size_t site = 0; site < op.sites(); ++site) {
-      layers[op.first_site + site] =
-          adapter_layer(fits_rows ? op.site(site) : nullptr, at + 2 * (op.first_site + site));
+      layers[op.first_site + site] = adapter_layer(program.context->level, fits_rows ? op.site(site) : nullptr,
+                                                   at + 2 * (op.first_site + site));
     }
   }
   program.step.adapted[0].clear(), program.step.adapted[1].clear();

@@ -29,6 +29,7 @@ void read_linear(const OpReader& reader, ProgramOp& op) {
   require(gated == (reader.words[4] != 0), "a gated layer is not gated, or the other way round");
   require(x.type == op.linear->type && x.width == op.linear->in_features && out.width == op.linear->out_features,
           "the buffers of a linear op do not fit its layer");
+  require_level(reader.program.context->level, *op.linear);
   require(out.type == x.type || (out.type == DenseType::kFloat32 && !gated), "a layer gives its type or float32");
   require(out.rows == x.rows || (x.rows == RowKind::kStates && out.rows == RowKind::kLogits),
           "a linear op has other rows than its input");
@@ -47,6 +48,7 @@ void read_experts(const OpReader& reader, ProgramOp& op) {
           "experts are a router and two layers each");
   const auto layer = [&](int64_t i) { return reinterpret_cast<const PackedLayer*>(at[i]); };
   const auto fits = [&](const LinearLayer& own, int64_t in, int64_t outputs, bool gated) {
+    require_level(reader.program.context->level, own);
     return own.type == x.type && own.in_features == in && own.out_features == outputs &&
            gated == (own.activation != Activation::kNone);
   };
@@ -101,6 +103,7 @@ void read_heads(const OpReader& reader, ProgramOp& op, int word, int64_t in, int
     require(layer.type == type && layer.activation == Activation::kNone &&
                 layer.in_features == in / handles.numel() && layer.out_features == outputs / handles.numel(),
             "a head's layer does not fit its buffers");
+    require_level(reader.program.context->level, layer);
     op.by_head.push_back(&layer);
   }
 }

@@ -1,4 +1,5 @@
-// One unit of a linear layer on one level: a block of rows times a range of panels.
+// One unit of a linear layer on one level: a block of rows times a range of panels. By matrix registers it is another
+// one, see linear_by_tiles.h; by vectors:
 //
 // Per panel, the sum's dimension is cut into blocks whose part of the panel stays in a cache; all rows of the block
 // of rows pass over it in tiles of registers, partial sums waiting in a buffer of the stack. The epilogue
