@@ -130,13 +130,16 @@ class Scheduler:
             if self.row_set.batch_seq_ids.tobytes() != before.tobytes():  # most changes are those of block tables
                 self.queue.set_decoding(self.row_set, self.rows.sequences)
         plan.rows = self.row_set
+        unfinished = len(self.prefilling)
         self._prefill(plan)
         if len(plan.rows):
             self.drafting.plan(plan)
         self.kv.tree.saves.add_waiting(plan)
         if plan.is_empty:
-            # The workers do not know yet that no row decodes: the next plan says so.
-            return None
+            # The workers do not know yet that no row decodes: the next plan says so. Prompts may have ended with
+            # nothing to compute, since all was loaded. What waited for them goes on now: no result would make the
+            # engine plan again.
+            return self.plan(step, now) if len(self.prefilling) < unfinished else None
         self._close(plan)
         return plan
 
