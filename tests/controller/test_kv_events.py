@@ -45,7 +45,7 @@ def test_routers_know_where_chunks_are(name: str, seed: int) -> None:
     """The simulation compares what was told with the tree after every step."""
     mix = dataclasses.replace(MIXES.get(name, Mix()), losses=0.003)
     traffic = Traffic(ENGINES[name], mix, seed)
-    traffic.run(45)
+    traffic.run(90)
     listener = traffic.simulation.listener
     assert listener is not None
     assert listener.log.seq > 50
