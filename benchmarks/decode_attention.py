@@ -1,12 +1,13 @@
 """Decode attention on a CPU: one step's attention of a batch whose rows share a prefix (ChunkAttention, Table 3).
 
-    python benchmarks/decode_attention.py [--quick] [--json PATH] [--part NAME] [--threads 1|2]
+    python benchmarks/decode_attention.py [--quick] [--json PATH] [--part NAME] [--threads 1|2] [--beside LIBRARY]
 
-Parts: grid, merge, diverge, batch, open, chunks, plan; all without `--part`. A row's context is `n_p` tokens, of
-which the first `n_s` are shared by all rows, and one token of its own. `open` has rows as a server has them, with
-17 to 112 tokens behind 1,024 shared ones, and the heads of the small model. `plan` runs no attention: it builds
-the plan of 32 beams, eight searches of four, with 20 to 32 blocks each. Implementations, interleaved in rounds
-within a cell:
+Parts: grid, merge, diverge, batch, open, chunks, plan; all without `--part`. With `--beside` there is only this:
+attention by this build's kernels and by those of another one, a library (`_native.so`) of the same interface, in
+turn in one process, plain and batch-invariant. A row's context is `n_p` tokens, the first `n_s` of them shared by
+all rows, and one token of its own. `open` has rows as a server has them, with 17 to 112 tokens behind 1,024
+shared ones, and the heads of the small model. `plan` runs no attention: it builds the plan of 32 beams, eight
+searches of four, with 20 to 32 blocks each. Implementations, interleaved in rounds within a cell:
 
 - tpp: two-phase partition, what the engine uses.
 - sequence_first: the same kernels without batching over rows, on the same shared pages (the paper's PagedAttn*).
@@ -25,15 +26,19 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any, Final
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+import tvm_ffi
 from report import Report, argument_parser
 from torch import Tensor
 
+from trunkline.kernels import cpu
 from trunkline.kernels.cpu import CpuKernels
 from trunkline.kernels.cpu_plans import CpuDecodeWork, Planning
 from trunkline.kernels.large_pages import advise_large_pages
@@ -334,12 +339,37 @@ def plan(report: Report, quick: bool) -> None:
     report.add(case, "build_time", 1e6 * median(times), "us", rounds)
 
 
+def builds(report: Report, quick: bool, beside: Path) -> None:
+    """Rows with 1,024 tokens of their own, and rows as in `open`, by two builds."""
+    modules = {"this": library(), "other": tvm_ffi.load_module(str(beside))}
+    for heads, kv_heads, d in ((12, 4, 64), (32, 8, 128)):
+        base = Case(1023, 0, heads=heads, kv_heads=kv_heads, d=d)
+        for rows in (1, 32) if quick else (1, 4, 8, 32):
+            own = replace(base, batch=rows)
+            for case in (own, replace(own, n_p=1088, n_s=1024, spread=95)) if rows > 1 else (own,):
+                setup, rounds = Setup(case), rounds_for(case, quick)
+                for invariant in (False, True):
+                    runs: dict[str, Callable[[], None]] = {}
+                    for name, module in modules.items():
+                        with mock.patch.object(cpu, "library", return_value=module):
+                            runs[name] = setup.runner(0.5 * len(runs), invariant=invariant)
+                    times = measure(runs, case.threads, rounds)
+                    shown = {"part": "builds", "invariant": invariant, **case_of(case, "tpp")}
+                    report.add(shown, "time_us", times["this"], "us", rounds)
+                    report.add(shown, "of_other_build", times["this"] / times["other"], "ratio", rounds)
+
+
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--part", choices=PARTS, help="only this part")
     parser.add_argument("--threads", type=int, choices=(1, 2), help="of the grid; default: both")
+    parser.add_argument("--beside", type=Path, metavar="LIBRARY", help="compare with this build, and nothing else")
     arguments: argparse.Namespace = parser.parse_args()
     report = Report("decode_attention")
+    if arguments.beside is not None:
+        builds(report, arguments.quick, arguments.beside)
+        report.finish(arguments.json)
+        return
     parts = {
         "merge": merge,
         "diverge": diverge,
