@@ -62,8 +62,9 @@ check: $(STAMP) ## Style and types
 
 # The number of the best instruction-set level that runs here: it and the first one are compiled with sanitizers.
 WIDEST := from trunkline.kernels.native import ISA_LEVELS, isa_levels; print(ISA_LEVELS.index(isa_levels()[0]))
-# The library of names (chunks' names, the router's table, ids of a prompt) and what tests it.
-NAMES := tests/kvstore/test_names.py tests/router/routing/test_index.py tests/router/test_listed_prompts.py
+# The library of names (chunks' names, the router's table, ids of a prompt, runs of texts) and what tests it.
+NAMES := tests/kvstore/test_names.py tests/router/routing/test_index.py tests/router/test_listed_prompts.py \
+	tests/controller/test_draft_texts.py
 check-native: $(STAMP) ## Compile the CPU libraries with warnings as errors and sanitizers, run their tests
 	$(BIN)/cmake -S . -B build/sanitized -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_BUILD_TYPE=Debug \
 		-DTRUNKLINE_STRICT=ON -DTRUNKLINE_SANITIZE=address,undefined \

@@ -283,7 +283,7 @@ def test_a_batch_in_which_no_draft_pays_is_considered_rarely(monkeypatch: pytest
     replay = Replay((2000.0, 200.0, 500.0))
     replay.run([(text, text[20:] if row % 2 else text[::-1][20:]) for row, text in enumerate(texts)], 32)
     assert replay.drafted < 0.01 * replay.tokens
-    assert 100 < considered < 16 * replay.steps / 3
+    assert 20 < considered < replay.steps
 
 
 def test_nothing_is_looked_at_where_even_right_drafts_bring_next_to_nothing() -> None:
@@ -293,8 +293,8 @@ def test_nothing_is_looked_at_where_even_right_drafts_bring_next_to_nothing() ->
     replay = Replay((400.0, 200.0, 300.0))
     lengths = replay.drafter._lengths
     replay.run([(text, text[20:]) for text in texts], 32)
-    assert replay.drafted < 0.01 * replay.tokens
-    assert replay.looked_us < 2 * FIRST * (400.0 + 32 * 200.0), "until rows are known to be dear"
+    assert replay.drafted < 0.03 * replay.tokens, "one step, until rows are known to be dear"
+    assert replay.looked_us < 2 * FIRST * (400.0 + 32 * 200.0)
     assert lengths.share(32) == 0
     assert 0 < lengths.share(12) < SHARE == lengths.share(1)
     drafted, steps = replay.drafted, replay.steps

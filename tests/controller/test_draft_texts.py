@@ -10,6 +10,7 @@ from seeds import seeds
 
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
+from trunkline.controller.drafts import text_index
 from trunkline.controller.drafts.acceptance import Others, Source
 from trunkline.controller.drafts.drafter import LONG_RUNS
 from trunkline.controller.drafts.follower import INTERVAL_LEAST, INTERVAL_MAX, Follower
@@ -72,6 +73,27 @@ def test_what_is_found_agrees_as_far_as_it_says(seed: int) -> None:
         index.push(token, mixed)
     assert found > 0.4 * len(text)
     assert missed < 0.15 * len(text), "only what has the same hash hides a run"
+
+
+@pytest.mark.skipif(text_index._index_runs is None, reason="there is no compiled library")
+@pytest.mark.parametrize("seed", seeds(8))
+def test_the_library_writes_what_numpy_writes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    capacity = rng.choice([256, 512])
+    both = [TextIndex(capacity), TextIndex(capacity)]
+    for _ in range(60):
+        count = rng.choice([0, 1, rng.randint(2, 40), rng.randint(1, 3 * capacity)])
+        tokens = np.array(
+            [rng.choice([NO_TOKEN, rng.randrange(30), rng.randrange(1 << 31)]) for _ in range(count)]
+        )
+        tokens = tokens.astype(np.int32).repeat(2)[::2]  # with a stride
+        for index, indexer in zip(both, (text_index._index_runs, None), strict=True):
+            with monkeypatch.context() as patched:
+                patched.setattr(text_index, "_index_runs", indexer)
+                index.extend(tokens)
+        assert both[0].count == both[1].count
+        assert np.array_equal(both[0]._tokens, both[1]._tokens)
+        assert np.array_equal(both[0]._tables, both[1]._tables)
 
 
 @pytest.mark.parametrize("seed", seeds(8))

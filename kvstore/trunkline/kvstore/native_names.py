@@ -15,7 +15,7 @@ import trunkline
 
 WriteNames = Callable[[bytes, bytes, int, bytes, int, int, int], None]
 """`trunkline_write_names` in `csrc/names/names.cc`. Its last argument is the address of the names to write."""
-_NEWEST: Final = "trunkline_read_ids"
+_NEWEST: Final = "trunkline_index_runs"
 """What a library that was built from other sources lacks."""
 
 
@@ -42,6 +42,7 @@ def _name_writer() -> WriteNames | None:
 
 
 library: Final = _load()
-"""The library; None: there is none that runs here. It has the table of `router.routing.native_table`, too."""
+"""The library; None: there is none that runs here. It has the table of `router.routing.native_table` and what
+indexes texts for `controller.drafts.text_index`, too."""
 write_names: Final = _name_writer()
 """None: there is no library."""

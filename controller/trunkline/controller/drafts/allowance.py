@@ -24,9 +24,9 @@ from __future__ import annotations
 from math import ceil
 from typing import Final
 
-SHARE: Final = 0.015
+SHARE: Final = 0.012
 """Part of the steps' time that looking may take without any success."""
-FRUITLESS: Final = SHARE, 0.03
+FRUITLESS: Final = SHARE, 0.02
 """Part of the steps' time that looks may take which bring nothing, and that with much credit."""
 MOST: Final = 8.0
 """Largest credit in steps: what may be lost when a text ceases to be foreseen."""

@@ -52,22 +52,25 @@ HELD_MAX: Final = 64
 """Largest number of tokens of a sequence that wait while nothing may be looked at; then its place is lost."""
 CALM_STEPS_MAX: Final = 24
 """Largest number of steps whose tokens are held together."""
-TRACK_US: Final = 14.0
-"""Price of going on with a sequence that has a place."""
-COMPARE_US: Final = 3.0
-"""Price of each token that is compared with a place."""
-LOOK_US: Final = 30.0
+HAND_US: Final = 20.0, 1.0
+"""Price of looking at tokens, and of each sequence that is followed. This and what follows was measured in servers
+whose workers share the cores: it is two or three times as much as in a loop of its own."""
+TRACK_US: Final = 35.0, 6.0
+"""Price of going on with a sequence that has a place, and of each token that is compared with it."""
+LOOK_US: Final = 50.0
 """Price of looking for a long match."""
-THOROUGH_US: Final = 35.0
-"""Price of looking for every match."""
-STUDY_US: Final = 20.0, 0.02, 0.05
+THOROUGH_US: Final = 30.0, 12.0
+"""Price of looking for every match, and of each token behind which that is done."""
+STUDY_US: Final = 40.0, 0.02, 0.05
 """Price of indexing, of each token of a prompt of a sequence, and of a text of one that has ended."""
-DRAFT_US: Final = 20.0
+CONSIDER_US: Final = 20.0
+"""Price of asking whether drafts may pay."""
+DRAFT_US: Final = 40.0
 """Price of a draft that is considered."""
+CHOOSE_US: Final = 150.0
+"""Price of choosing lengths for several sequences."""
 STALL: Final = 2.0
 """What a step with drafts takes beyond so many times its expected time is not held against drafts."""
-CHOOSE_US: Final = 30.0, 8.0
-"""Price of choosing lengths, and of each draft more."""
 
 
 class Drafter:
@@ -153,6 +156,7 @@ class Drafter:
         if self._is_shut and self._held.count < HELD_MAX:
             self._rest = min(self._held.count + self._shut_steps, HELD_MAX)
             return
+        self._allowance.spend(HAND_US[0] + HAND_US[1] * len(self._followers))
         for follower in self._hand_over():
             self._advance(follower)
         if self._is_shut:
@@ -175,7 +179,8 @@ class Drafter:
             slots, count = held[0][0], 1
             while count < len(held) and (held[count][0] is slots or np.array_equal(held[count][0], slots)):
                 count += 1
-            columns = np.vstack([tokens for _, tokens in held[:count]]).T
+            drawn_here = [tokens.reshape(-1, len(slots)) for _, tokens in held[:count]]
+            columns = (drawn_here[0] if count == 1 else np.concatenate(drawn_here)).T
             for slot, drawn in zip(slots.tolist(), columns.tolist(), strict=True):
                 if (follower := self._followers.get(slot)) is not None and follower.extend(drawn):
                     due.append(follower)
@@ -192,9 +197,9 @@ class Drafter:
         runs, price = LONG_RUNS, LOOK_US
         if follower.place is not None:
             self._placed -= 1
-            price = TRACK_US + COMPARE_US * follower.waiting_count
+            price = TRACK_US[0] + TRACK_US[1] * follower.waiting_count
         if self._is_thorough(follower):
-            runs, price = len(RUNS), max(price, THOROUGH_US)
+            runs, price = len(RUNS), THOROUGH_US[0] + THOROUGH_US[1] * follower.waiting_count
         self._allowance.spend(price)
         follower.advance(runs, drafted=self._serial is not None and self._serial.drafted)
         self._placed += follower.place is not None
@@ -242,7 +247,7 @@ class Drafter:
         follower = self._followers.get(slot)
         if follower is None or self._is_shut or not len(tokens) or tokens.min() < 0:
             return
-        self._allowance.spend(TRACK_US)
+        self._allowance.spend(TRACK_US[0])
         self._hand_over()
         self._placed -= follower.place is not None
         follower.foretold(tokens)
@@ -271,9 +276,11 @@ class Drafter:
         if self._waits is None:
             chances = [chances[1:] for _, chances in self._drafts(slots.tolist(), 0, ahead=1)]
             self._waits = self._lengths.choose(len(slots), 0, chances) is not None
-            if chances and not self._waits:
-                price = CHOOSE_US[0] + (TRACK_US + COMPARE_US + DRAFT_US + CHOOSE_US[1]) * self._placed
-                self._rest = min(self._allowance.rest(price), CALM_STEPS_MAX)
+            if self._placed and not (self._waits or self._held.steps or self._is_shut):
+                price = HAND_US[0] + HAND_US[1] * len(self._followers) + sum(TRACK_US) * self._placed
+                if chances:
+                    price += self._draft_us(len(slots))
+                self._rest = min(self._allowance.rest(CONSIDER_US + price), CALM_STEPS_MAX)
         return self._waits
 
     def propose(self, slots: Slots, room: NDArray[np.int64], prefill_tokens: int) -> list[Int32Array] | None:
@@ -291,14 +298,12 @@ class Drafter:
         self._plain = len(slots), self._lengths.plain_us(len(slots), prefill_tokens)
         self._least = least = self._lengths.least_chance(len(slots), prefill_tokens)
         self._share = self._lengths.share(len(slots))
-        placed, most = self._placed, self._placed * log1p(DRAFT_MAX)
-        if (
-            self._held.steps
-            or self._is_shut
-            or not self._lengths.may_pay(len(slots), prefill_tokens, most, placed)
-        ):
+        if not self._placed or self._held.steps or self._is_shut:
             return []
-        self._allowance.spend(CHOOSE_US[0] + (DRAFT_US + CHOOSE_US[1]) * placed)
+        self._allowance.spend(CONSIDER_US)
+        if not self._lengths.may_pay(len(slots), prefill_tokens, [_GAIN_MAX] * self._placed):
+            return []
+        self._allowance.spend(self._draft_us(len(slots)))
         found = []
         for index, slot in enumerate(slots):
             row = self._followers.get(slot)
@@ -308,6 +313,10 @@ class Drafter:
             count = DRAFT_MAX + ahead if room is None else min(DRAFT_MAX, room[index])
             found.append(row.draft(count, least, thorough=self._is_thorough(row)))
         return found
+
+    def _draft_us(self, rows: int) -> float:
+        """Return the price of drafting for all sequences that have a place, and of choosing."""
+        return DRAFT_US * self._placed + (CHOOSE_US if rows > 1 else 0.0)
 
     def is_prediction(self, slot: int) -> bool:
         """Return whether the place from which a sequence would draft is in its prediction."""
@@ -366,4 +375,5 @@ class _SerialStep:
     """Its time, with the time that the workers waited for its plan; 0: it is in flight."""
 
 
+_GAIN_MAX: Final = log1p(DRAFT_MAX)
 _NO_DRAFT: Final[tuple[Int32Array, list[float]]] = (np.empty(0, np.int32), [])

@@ -160,16 +160,28 @@ class Lengths:
         best = max(tokens * plain_us / (waited_us + length * row_us) for length, tokens in _BEST)
         return min(max(0.0, LOOKED_PART * (best - WORTH_GOAL)), SHARE)
 
-    def may_pay(self, rows: int, prefill_tokens: int, most: float, drafting: int) -> bool:
-        """Return whether drafts could pay, if they cost one row and bring the most.
+    def may_pay(self, rows: int, prefill_tokens: int, gains: Sequence[float]) -> bool:
+        """Return whether `choose` could find drafts: a bound, in Python because most calls end here.
+
+        D drafted tokens of n sequences bring them n · log (1 + D / n) at most, and not more than their gains; the
+        best D is where that grows no faster than what the tokens cost, if it is n or more.
 
         Args:
-            most: sum of the logarithms of by how much each sequence becomes faster then.
-            drafting: number of sequences with drafts.
+            gains: for each sequence with a draft, the logarithm of by how much it becomes faster at most: falling.
         """
-        plain_us = self.plain_us(rows, prefill_tokens)
-        longer = log((plain_us + self.bubble.us + self._row_us(rows, prefill_tokens)) / plain_us)
-        return drafting > 0 and most > (rows + BYSTANDER * (rows - drafting)) * longer
+        plain_us, row_us = self.plain_us(rows, prefill_tokens), self._row_us(rows, prefill_tokens)
+        waited_us, margin, most = plain_us + self.bubble.us, log(self.worth.margin), 0.0
+        for count, gain in enumerate(gains, 1):
+            most += gain - margin
+            weight = rows + BYSTANDER * (rows - count)
+            if most < weight * log((waited_us + count * row_us) / plain_us):
+                continue
+            if weight <= count:
+                return True
+            best = max(count, count * (waited_us / row_us - weight) / (weight - count))
+            if count * (log1p(best / count) - margin) >= weight * log((waited_us + best * row_us) / plain_us):
+                return True
+        return False
 
     def choose(self, rows: int, prefill_tokens: int, chances: Sequence[Sequence[float]]) -> list[int] | None:
         """Return how many tokens to draft of each chain; None: none at all.
@@ -178,8 +190,8 @@ class Lengths:
             rows: sequences that decode in the step, also those without a chain.
             chances: for each chain, how likely each token and all before it are right: falling.
         """
-        most = sum(log1p(sum(chain)) for chain in chances)
-        if not self.may_pay(rows, prefill_tokens, most, sum(map(bool, chances))):
+        gains = sorted((log1p(sum(chain)) for chain in chances if chain), reverse=True)
+        if not self.may_pay(rows, prefill_tokens, gains):
             return None
         plain_us, row_us = self.plain_us(rows, prefill_tokens), self._row_us(rows, prefill_tokens)
         bubble_us, margin = self.bubble.us, log(self.worth.margin)

@@ -7,19 +7,21 @@
 
 One hash table for each length of `RUNS` says where the latest such run ended. Entries overwrite each other, also
 those of other runs with the same hash: a find compares the tokens, so it is never wrong, but now and then it
-misses a run. So an entry is 4 bytes, adding a long prompt is a few array operations (17 µs per 1,000 tokens), and
-memory is bounded by the capacity. Hashes are polynomials modulo 2⁶⁴, which `RunHashes` rolls on token by token.
+misses a run. So an entry is 4 bytes, adding a long prompt takes 15 µs per 1,000 tokens, and memory is bounded by
+the capacity. Hashes are polynomials modulo 2⁶⁴, which `RunHashes` rolls on token by token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trunkline.kvstore.chunks import Int32Array
+from trunkline.kvstore.native_names import library
 
 RUNS: Final = (5, 2, 1)
 """Lengths of the runs that are indexed, in tokens, the longest first."""
@@ -37,6 +39,11 @@ _MASK: Final = (1 << 64) - 1
 _LEAVING: Final = tuple(pow(_BASE, run, 1 << 64) for run in RUNS)
 _POSITION_MAX: Final = 1 << 31
 """Positions are int32: an index that has taken so many tokens begins again."""
+_RUNS: Final = np.array(RUNS, np.int32).tobytes()
+
+
+IndexRuns = Callable[[int, int, bytes, int, int, int, bytes, int], None]
+"""`trunkline_index_runs` in `csrc/names/runs.cc`."""
 
 
 class RunHashes:
@@ -79,7 +86,7 @@ class RunHashes:
 class TextIndex:
     """The latest tokens of a text, or of several one behind the other, and where each run of them was last."""
 
-    __slots__ = ("_larger", "_mask", "_moved", "_shift", "_tables", "_tokens", "_views", "count")
+    __slots__ = ("_addresses", "_larger", "_mask", "_moved", "_shift", "_tables", "_tokens", "_views", "count")
 
     def __init__(self, capacity: int) -> None:
         """
@@ -96,14 +103,16 @@ class TextIndex:
         self._mask = (1 << bits) - 1
         self._shift = 64 - bits - 1
         self._tokens: Int32Array = np.full(1 << bits, NO_TOKEN, np.int32)
-        self._tables = [np.zeros(2 << bits, np.int32) for _ in RUNS]
-        self._views = [array.data for array in (self._tokens, *self._tables)]  # faster for single numbers
+        self._tables: Int32Array = np.zeros((len(RUNS), 2 << bits), np.int32)
+        arrays: list[Int32Array] = [self._tokens, *self._tables]
+        self._views = [array.data for array in arrays]  # faster for single numbers
+        self._addresses = self._tokens.ctypes.data, self._tables.ctypes.data
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
         larger = self._larger.nbytes if self._larger is not None else 0
-        return larger + self._tokens.nbytes + sum(table.nbytes for table in self._tables)
+        return larger + self._tokens.nbytes + self._tables.nbytes
 
     @staticmethod
     def bytes_for(capacity: int) -> int:
@@ -117,6 +126,12 @@ class TextIndex:
         self.count += len(tokens)
         tokens = tokens[max(0, len(tokens) - self._mask - 1) :]
         first = self.count - len(tokens)
+        if _index_runs is not None:
+            ring, tables = self._addresses
+            _index_runs(
+                ring, tables, _RUNS, len(RUNS), self._mask.bit_length(), first, tokens.tobytes(), len(tokens)
+            )
+            return
         self._tokens[np.arange(first, self.count) & self._mask] = tokens
         for run, table in zip(RUNS, self._tables, strict=True):
             start = max(first - run + 1, 0, self.count - self._mask - 1)
@@ -150,7 +165,8 @@ class TextIndex:
         self._moved += stop - start
         if stop == self.count:
             self._mask, self._shift = larger._mask, larger._shift
-            self._tokens, self._tables, self._views = larger._tokens, larger._tables, larger._views
+            self._tokens, self._tables = larger._tokens, larger._tables
+            self._views, self._addresses = larger._views, larger._addresses
             self._larger = None
         return stop - start
 
@@ -233,8 +249,21 @@ class TextIndex:
     def clear(self) -> None:
         """Forget everything."""
         self.count, self._larger = 0, None
-        for table in self._tables:
-            table[:] = 0
+        self._tables[:] = 0
+
+
+def _native_indexer() -> IndexRuns | None:
+    if library is None:
+        return None
+    address, data, size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64
+    index: IndexRuns = library.trunkline_index_runs
+    library.trunkline_index_runs.argtypes = (address, address, data, size, size, size, data, size)
+    library.trunkline_index_runs.restype = None
+    return index
+
+
+_index_runs: Final = _native_indexer()
+"""None: there is no library, and NumPy does it."""
 
 
 def _sum(run: Sequence[int]) -> int:
