@@ -45,9 +45,10 @@ struct SamplingTable {
   int64_t (*draw)(const DrawRow& row, const SampleScratch& scratch);
   // Keeps the logits whose bit is set, brought between -1e20 and 1e20; others become -infinity.
   void (*mask)(float* logits, const uint32_t* words, int64_t vocab_size);
-  // Natural logarithm of the sum of exp(logit).
+  // Natural logarithm of the sum of exp(logit). It leaves the largest logit of each block in `scratch.peaks`.
   double (*log_sum)(const float* logits, int64_t vocab_size, const SampleScratch& scratch);
   // Writes numbers that order the `count` best tokens, best first, to `scratch.ranks`; their low halves are the ids.
+  // To be called behind `log_sum` of the same row.
   void (*best_ranks)(const float* logits, int64_t vocab_size, int64_t count, const SampleScratch& scratch);
 };
 

@@ -163,9 +163,31 @@ struct Weights {
   double all;
 };
 
+// Sums of floats, in double. The compiler knows how to do this on each level, but not that it may keep an array of
+// sums in registers.
+struct Sums {
+  static constexpr int kWidth = 8;
+  typedef double Doubles __attribute__((vector_size(8 * kWidth)));
+  typedef float Floats __attribute__((vector_size(4 * kWidth)));
+  Doubles lanes = {};
+
+  TRUNKLINE_INLINE void add(const float* values) {
+    for (int j = 0; j < kBlock; j += kWidth) {
+      Floats part;
+      std::memcpy(&part, values + j, sizeof part);
+      lanes += __builtin_convertvector(part, Doubles);
+    }
+  }
+
+  TRUNKLINE_INLINE double total() const {
+    double sum = 0.0;
+    for (int i = 0; i < kWidth; ++i) sum += lanes[i];
+    return sum;
+  }
+};
+
 Weights sum_weights(const Tokens& tokens, float largest, Place place) {
-  constexpr int kSums = 8;
-  double before[kSums] = {}, all[kSums] = {};
+  Sums before, all;
   alignas(64) float s[kBlock];
   alignas(64) float w[kBlock];
   for (int64_t begin = 0; begin < tokens.count; begin += kBlock) {
@@ -173,24 +195,17 @@ Weights sum_weights(const Tokens& tokens, float largest, Place place) {
     if (!(peak > largest - 25.0f)) continue;  // e^-25 < 2^-35: all of them weigh nothing
     load_scores(tokens, begin, s);
     for (int j = 0; j < kBlock; ++j) w[j] = weight_of(s[j] - largest);
-    for (int j = 0; j < kBlock; j += kSums) {
-      for (int i = 0; i < kSums; ++i) all[i] += static_cast<double>(w[j + i]);
-    }
-    if (!(peak > place.score) && begin > place.index) continue;
+    all.add(w);
+    if (peak < place.score || (peak == place.score && begin > place.index)) continue;
+    const int64_t earlier = place.index - begin;
+    const int stop = earlier < kBlock ? static_cast<int>(earlier) : kBlock;
     for (int j = 0; j < kBlock; ++j) {
-      const bool above = s[j] > place.score || (s[j] == place.score && begin + j < place.index);
+      const bool above = (s[j] > place.score) | ((s[j] == place.score) & (j < stop));
       w[j] = above ? w[j] : 0.0f;
     }
-    for (int j = 0; j < kBlock; j += kSums) {
-      for (int i = 0; i < kSums; ++i) before[i] += static_cast<double>(w[j + i]);
-    }
+    before.add(w);
   }
-  Weights sums{0.0, 0.0};
-  for (int i = 0; i < kSums; ++i) {
-    sums.before += before[i];
-    sums.all += all[i];
-  }
-  return sums;
+  return {before.total(), all.total()};
 }
 
 // Ascending in the order of the limits: descending scores, ascending ids.
@@ -291,7 +306,6 @@ double log_sum(const float* logits, int64_t vocab_size, const SampleScratch& scr
 
 void best_ranks(const float* logits, int64_t vocab_size, int64_t count, const SampleScratch& scratch) {
   const Tokens tokens{logits, nullptr, vocab_size, 1.0f, scratch.peaks};
-  find_peaks(tokens);
   const Tokens best = take_best(tokens, count, scratch);
   for (int64_t i = 0; i < count; ++i) scratch.ranks[i] = rank_of(best.scores[i], best.ids[i]);
 }
