@@ -83,6 +83,27 @@ def test_no_other_lengths_bring_much_more(seed: int) -> None:
         assert best - nearly <= value(chosen) <= best + 1e-3
 
 
+@pytest.mark.parametrize("seed", seeds(20))
+def test_the_bound_refuses_nothing_that_would_be_chosen(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    refused = 0
+    for _ in range(40):
+        base = rng.uniform(300, 20_000)
+        lengths = Lengths(known_costs(base, base * rng.uniform(0.0, 0.3)))
+        lengths.worth._saved = rng.uniform(0.3, 2.0)
+        rows = rng.choice([1, 2, 5, 12, 32])
+        chains = [
+            [rate**ahead for ahead in range(1, rng.randint(1, 25))] if rng.random() < 0.7 else []
+            for rate in (rng.choice([0.98, rng.uniform(0.05, 0.98)]) for _ in range(rows))
+        ]
+        bounded = lengths.choose(rows, 0, chains)
+        with monkeypatch.context() as patched:
+            patched.setattr(Lengths, "may_pay", lambda _self, _rows, _tokens, gains: bool(gains))
+            assert lengths.choose(rows, 0, chains) == bounded
+        refused += bounded is None
+    assert 0 < refused < 40
+
+
 def test_a_busier_batch_drafts_less() -> None:
     costs = known_costs(4000.0, 200.0)
     lengths = Lengths(costs)
@@ -284,6 +305,42 @@ def test_a_batch_in_which_no_draft_pays_is_considered_rarely(monkeypatch: pytest
     replay.run([(text, text[20:] if row % 2 else text[::-1][20:]) for row, text in enumerate(texts)], 32)
     assert replay.drafted < 0.01 * replay.tokens
     assert 20 < considered < replay.steps
+
+
+def test_where_nothing_is_looked_at_no_credit_is_lost() -> None:
+    """A row alone that comes after hours of a busy batch is looked at as at first."""
+    drafter = Drafter(CONFIG, known_costs(400.0, 200.0))
+    texts = [[row, *range(100)] for row in range(32)]
+    sequences = [sequence_of(text, slot) for slot, text in enumerate(texts)]
+    for sequence in sequences:
+        drafter.add(sequence)
+    slots = np.arange(32)
+    for step in range(0, 60_000, 20):
+        drafter.settle(slots, np.full((20, 32), step % 5000, np.int32), [step])
+    assert drafter._lengths.share(32) == 0
+    assert not drafter._allowance.is_broke
+
+
+def test_sequences_that_are_not_followed_do_not_keep_others_from_being_looked_at() -> None:
+    rng = random.Random(14)
+    text = [rng.randrange(5000) for _ in range(500)]
+    looks, drafter = 0, Replay((2000.0, 100.0, 500.0)).drafter
+    advance = drafter._advance
+
+    def counting(follower: Follower) -> None:
+        nonlocal looks
+        looks += 1
+        advance(follower)
+
+    drafter._advance = counting  # type: ignore[method-assign]
+    sequence = sequence_of(text, 0)
+    drafter.add(sequence)
+    drafter._rest = 8
+    for step, token in enumerate(text[:200]):
+        drafter.extend(np.array([0]), np.array([token], np.int32))
+        if step % 5 == 0:
+            drafter.remove(sequence_of(text, 1))
+    assert looks > 10
 
 
 def test_nothing_is_looked_at_where_even_right_drafts_bring_next_to_nothing() -> None:

@@ -75,6 +75,7 @@ def test_what_is_found_agrees_as_far_as_it_says(seed: int) -> None:
     assert missed < 0.15 * len(text), "only what has the same hash hides a run"
 
 
+@pytest.mark.sanitized
 @pytest.mark.skipif(text_index._index_runs is None, reason="there is no compiled library")
 @pytest.mark.parametrize("seed", seeds(8))
 def test_the_library_writes_what_numpy_writes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

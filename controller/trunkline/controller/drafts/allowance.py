@@ -26,7 +26,7 @@ from typing import Final
 
 SHARE: Final = 0.012
 """Part of the steps' time that looking may take without any success."""
-FRUITLESS: Final = SHARE, 0.02
+FRUITLESS: Final = SHARE, 0.03
 """Part of the steps' time that looks may take which bring nothing, and that with much credit."""
 MOST: Final = 8.0
 """Largest credit in steps: what may be lost when a text ceases to be foreseen."""
@@ -64,9 +64,11 @@ class Allowance:
         left = BROKE[1] - self._credit_us / (self._step_us or PRIOR_US)
         return ceil(min(left / max(self._share, 1e-9), STEPS_MAX))
 
-    def rest(self, price_us: float) -> int:
-        """Return behind how many steps to look again, if looking had this price and brought nothing."""
-        return 1 + int(price_us / (self._step_us or PRIOR_US) / FRUITLESS[self.is_rich])
+    def rest(self, price_us: float, token_us: float) -> int:
+        """Return behind how many steps to look again, if looking had this price, and one more for each step whose
+        tokens are looked at, and brought nothing."""
+        left = (self._step_us or PRIOR_US) * FRUITLESS[self.is_rich] - token_us
+        return 1 + int(min(price_us / left, STEPS_MAX)) if left > 0.0 else STEPS_MAX
 
     def step(self, plain_us: float, share: float = SHARE, count: int = 1) -> None:
         """Take in steps which take so long each without drafts.

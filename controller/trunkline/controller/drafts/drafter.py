@@ -53,14 +53,14 @@ HELD_MAX: Final = 64
 CALM_STEPS_MAX: Final = 24
 """Largest number of steps whose tokens are held together."""
 HAND_US: Final = 20.0, 1.0
-"""Price of looking at tokens, and of each sequence that is followed. This and what follows was measured in servers
-whose workers share the cores: it is two or three times as much as in a loop of its own."""
+"""Price of looking at tokens, and of each of a step's rows. These prices were measured in servers whose workers
+share the cores, where most are two or three times what a loop of its own takes."""
 TRACK_US: Final = 35.0, 6.0
 """Price of going on with a sequence that has a place, and of each token that is compared with it."""
 LOOK_US: Final = 50.0
 """Price of looking for a long match."""
 THOROUGH_US: Final = 30.0, 12.0
-"""Price of looking for every match, and of each token behind which that is done."""
+"""Price of looking for every match, and of each token behind which that is done: of drafts each, else the last."""
 STUDY_US: Final = 40.0, 0.02, 0.05
 """Price of indexing, of each token of a prompt of a sequence, and of a text of one that has ended."""
 CONSIDER_US: Final = 20.0
@@ -126,10 +126,10 @@ class Drafter:
 
     def remove(self, sequence: Sequence) -> None:
         """Stop following a sequence; its texts are a source of drafts for others of its tenant."""
-        self._hand_over()
-        follower = self._followers.pop(sequence.slot, None)
-        if follower is None:
+        if sequence.slot not in self._followers:
             return
+        self._hand_over()
+        follower = self._followers.pop(sequence.slot)
         self._placed -= follower.place is not None
         self._index_bytes -= follower.nbytes
         if follower in self._unindexed:
@@ -140,7 +140,7 @@ class Drafter:
         """Take in the next tokens of some sequences."""
         if self._serial is not None:
             self._serial.tokens += tokens.size
-        if self._followers:
+        if self._followers and len(slots):
             self._held.steps.append((slots, tokens))
             self._held.count += 1 if tokens.ndim == 1 else len(tokens)
             if self._held.count >= self._rest:
@@ -156,7 +156,8 @@ class Drafter:
         if self._is_shut and self._held.count < HELD_MAX:
             self._rest = min(self._held.count + self._shut_steps, HELD_MAX)
             return
-        self._allowance.spend(HAND_US[0] + HAND_US[1] * len(self._followers))
+        if not self._is_shut:
+            self._allowance.spend(HAND_US[0] + HAND_US[1] * len(self._held.steps[-1][0]))
         for follower in self._hand_over():
             self._advance(follower)
         if self._is_shut:
@@ -173,6 +174,7 @@ class Drafter:
 
     def _hand_over(self) -> list[Follower]:
         """Give the tokens that are held to their followers; return those that are due."""
+        self._rest = max(1, self._rest - self._held.count)
         held, self._held = self._held.steps, _HeldTokens()
         due: list[Follower] = []
         while held:
@@ -194,14 +196,15 @@ class Drafter:
                 self._placed -= follower.place is not None
                 follower.skip()
             return
-        runs, price = LONG_RUNS, LOOK_US
+        runs, price, count = LONG_RUNS, LOOK_US, follower.waiting_count
+        drafted = self._serial is not None and self._serial.drafted
         if follower.place is not None:
             self._placed -= 1
-            price = TRACK_US[0] + TRACK_US[1] * follower.waiting_count
+            price = TRACK_US[0] + TRACK_US[1] * count
         if self._is_thorough(follower):
-            runs, price = len(RUNS), THOROUGH_US[0] + THOROUGH_US[1] * follower.waiting_count
+            runs, price = len(RUNS), max(price, THOROUGH_US[0] + THOROUGH_US[1] * (count if drafted else 1))
         self._allowance.spend(price)
-        follower.advance(runs, drafted=self._serial is not None and self._serial.drafted)
+        follower.advance(runs, drafted=drafted)
         self._placed += follower.place is not None
 
     def _is_thorough(self, follower: Follower) -> bool:
@@ -275,17 +278,18 @@ class Drafter:
         """Return whether drafts behind the step in flight are worth waiting for its result."""
         if self._waits is None:
             chances = [chances[1:] for _, chances in self._drafts(slots.tolist(), 0, ahead=1)]
-            self._waits = self._lengths.choose(len(slots), 0, chances) is not None
+            self._waits = bool(chances) and self._lengths.choose(len(slots), 0, chances) is not None
             if self._placed and not (self._waits or self._held.steps or self._is_shut):
-                price = HAND_US[0] + HAND_US[1] * len(self._followers) + sum(TRACK_US) * self._placed
-                if chances:
-                    price += self._draft_us(len(slots))
-                self._rest = min(self._allowance.rest(CONSIDER_US + price), CALM_STEPS_MAX)
+                once = HAND_US[0] + HAND_US[1] * len(slots) + TRACK_US[0] * self._placed + CONSIDER_US
+                once += self._draft_us(len(slots)) if chances else 0.0
+                self._rest = min(self._allowance.rest(once, TRACK_US[1] * self._placed), CALM_STEPS_MAX)
         return self._waits
 
     def propose(self, slots: Slots, room: NDArray[np.int64], prefill_tokens: int) -> list[Int32Array] | None:
         """Return what each row should draft; None: no row should."""
         drafts = self._drafts(slots.tolist(), prefill_tokens, room.tolist())
+        if not drafts:
+            return None
         lengths = self._lengths.choose(len(slots), prefill_tokens, [chances for _, chances in drafts])
         if lengths is None:
             return None
@@ -301,7 +305,7 @@ class Drafter:
         if not self._placed or self._held.steps or self._is_shut:
             return []
         self._allowance.spend(CONSIDER_US)
-        if not self._lengths.may_pay(len(slots), prefill_tokens, [_GAIN_MAX] * self._placed):
+        if not self._lengths.may_pay(len(slots), prefill_tokens, [_GAIN_MAX] * min(self._placed, len(slots))):
             return []
         self._allowance.spend(self._draft_us(len(slots)))
         found = []

@@ -129,7 +129,14 @@ class TextIndex:
         if _index_runs is not None:
             ring, tables = self._addresses
             _index_runs(
-                ring, tables, _RUNS, len(RUNS), self._mask.bit_length(), first, tokens.tobytes(), len(tokens)
+                ring,
+                tables,
+                _RUNS,
+                len(RUNS),
+                self._mask.bit_length(),
+                first,
+                tokens.astype(np.int32, copy=False).tobytes(),
+                len(tokens),
             )
             return
         self._tokens[np.arange(first, self.count) & self._mask] = tokens
