@@ -321,6 +321,39 @@ def test_where_nothing_is_looked_at_no_credit_is_lost() -> None:
     assert not drafter._allowance.is_broke
 
 
+def test_what_is_waited_for_is_drafted_though_the_credit_is_gone() -> None:
+    rng = random.Random(15)
+    text = [rng.randrange(5000) for _ in range(300)]
+    drafter = Drafter(CONFIG, known_costs(8000.0, 10.0))
+    drafter.add(sequence_of(text, 0))
+    slots = np.array([0])
+    drafter.study(is_idle=False)
+    for token in text[:20]:
+        drafter.extend(slots, np.array([token], np.int32))
+    assert drafter.waits(slots)
+    drafter._allowance.spend(1e6)
+    assert drafter._allowance.is_broke
+    drafter.extend(slots, np.array([text[20]], np.int32))
+    found = drafter.propose(slots, np.array([100]), 0)
+    assert found is not None
+    assert found[0].tolist() == text[21 : 21 + len(found[0])] != []
+
+
+def test_losses_are_forgotten_by_steps_that_nobody_was_told_of_one_by_one() -> None:
+    drafter, worth = Drafter(CONFIG, known_costs(8000.0, 10.0)), Drafter(CONFIG, StepCosts(0.0))._lengths.worth
+    for each in (drafter._lengths.worth, worth):
+        for _ in range(100):
+            each.step(1, 1, 8000.0, 16_000.0)
+        assert each.margin > 1.5
+    drafter.add(sequence_of([1, 2, 3], 0))
+    for step in range(0, 1000, 10):
+        drafter.settle(np.array([0]), np.full((10, 1), 7, np.int32), [step])
+    for _ in range(1000):
+        worth.rest()
+    assert drafter._lengths.worth.margin == pytest.approx(worth.margin)
+    assert worth.margin < 1.2
+
+
 def test_sequences_that_are_not_followed_do_not_keep_others_from_being_looked_at() -> None:
     rng = random.Random(14)
     text = [rng.randrange(5000) for _ in range(500)]

@@ -331,6 +331,31 @@ def test_a_copy_is_found_where_it_is_looked_for_rarely(before: int, within: int)
     assert guessed.tolist() == [text[2 * within + RUNS[0]]]
 
 
+@pytest.mark.parametrize("wrong", [None, 2, 20, 38])
+def test_tokens_that_waited_together_lead_to_the_place_to_which_each_leads(wrong: int | None) -> None:
+    text = list(range(50, 250))
+    together, one_by_one = indexed([1, 2, *text, 3]), indexed([1, 2, *text, 3])
+    for follower in (together, one_by_one):
+        for token in text[:10]:
+            see(follower, token, LONG_RUNS)
+    went_on = text[10:50]
+    if wrong is not None:
+        went_on[wrong] = 7
+    together.extend(went_on)
+    together.advance(LONG_RUNS)
+    for token in went_on:
+        see(one_by_one, token, LONG_RUNS)
+    if wrong is None:
+        assert together.place is not None
+        assert one_by_one.place is not None
+        assert together.place[1:] == one_by_one.place[1:]
+        assert together.draft(3, 0.0, thorough=False)[0].tolist() == text[50:53]
+    elif wrong == 38:
+        assert together.place is None, "too few tokens agree again"
+    else:
+        assert together.draft(3, 0.0, thorough=False)[0].tolist() == text[50:53], "it was found anew"
+
+
 def test_looks_become_rare_where_nothing_is_found() -> None:
     follower = indexed(list(range(50)))
     due = []

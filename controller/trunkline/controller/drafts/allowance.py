@@ -64,11 +64,9 @@ class Allowance:
         left = BROKE[1] - self._credit_us / (self._step_us or PRIOR_US)
         return ceil(min(left / max(self._share, 1e-9), STEPS_MAX))
 
-    def rest(self, price_us: float, token_us: float) -> int:
-        """Return behind how many steps to look again, if looking had this price, and one more for each step whose
-        tokens are looked at, and brought nothing."""
-        left = (self._step_us or PRIOR_US) * FRUITLESS[self.is_rich] - token_us
-        return 1 + int(min(price_us / left, STEPS_MAX)) if left > 0.0 else STEPS_MAX
+    def rest(self, price_us: float) -> int:
+        """Return behind how many steps to look again, if looking had this price and brought nothing."""
+        return 1 + int(price_us / (self._step_us or PRIOR_US) / FRUITLESS[self.is_rich])
 
     def step(self, plain_us: float, share: float = SHARE, count: int = 1) -> None:
         """Take in steps which take so long each without drafts.

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from trunkline.controller.drafts.acceptance import Source
 from trunkline.controller.drafts.allowance import SHARE, Allowance
-from trunkline.controller.drafts.follower import Follower
+from trunkline.controller.drafts.follower import LEARNT_MAX, Follower
 from trunkline.controller.drafts.length import Lengths
 from trunkline.controller.drafts.tenant_texts import TenantTexts
 from trunkline.controller.drafts.text_index import RUNS, TextIndex
@@ -56,7 +56,7 @@ HAND_US: Final = 20.0, 1.0
 """Price of looking at tokens, and of each of a step's rows. These prices were measured in servers whose workers
 share the cores, where most are two or three times what a loop of its own takes."""
 TRACK_US: Final = 35.0, 6.0
-"""Price of going on with a sequence that has a place, and of each token that is compared with it."""
+"""Price of going on with a sequence that has a place, and of each token that is learnt from."""
 LOOK_US: Final = 50.0
 """Price of looking for a long match."""
 THOROUGH_US: Final = 30.0, 12.0
@@ -65,7 +65,7 @@ STUDY_US: Final = 40.0, 0.02, 0.05
 """Price of indexing, of each token of a prompt of a sequence, and of a text of one that has ended."""
 CONSIDER_US: Final = 20.0
 """Price of asking whether drafts may pay."""
-DRAFT_US: Final = 40.0
+DRAFT_US: Final = 30.0
 """Price of a draft that is considered."""
 CHOOSE_US: Final = 150.0
 """Price of choosing lengths for several sequences."""
@@ -148,8 +148,8 @@ class Drafter:
 
     @property
     def _is_shut(self) -> bool:
-        """Whether nothing may be looked at."""
-        return not self._share or self._allowance.is_broke
+        """Whether nothing may be looked at. What is waited for may: the workers pay for that already."""
+        return not self._waits and (not self._share or self._allowance.is_broke)
 
     def _look(self) -> None:
         """Look at the tokens that are held, as far as the allowance admits, and decide when to look again."""
@@ -197,11 +197,11 @@ class Drafter:
                 follower.skip()
             return
         runs, price, count = LONG_RUNS, LOOK_US, follower.waiting_count
-        drafted = self._serial is not None and self._serial.drafted
+        drafted, is_thorough = self._serial is not None and self._serial.drafted, self._is_thorough(follower)
         if follower.place is not None:
             self._placed -= 1
-            price = TRACK_US[0] + TRACK_US[1] * count
-        if self._is_thorough(follower):
+            price = TRACK_US[0] + TRACK_US[1] * (count if is_thorough else min(count, LEARNT_MAX))
+        if is_thorough:
             runs, price = len(RUNS), max(price, THOROUGH_US[0] + THOROUGH_US[1] * (count if drafted else 1))
         self._allowance.spend(price)
         follower.advance(runs, drafted=drafted)
@@ -269,6 +269,7 @@ class Drafter:
         self._lengths.bubble.settle(steps)
         if not len(tokens):
             return
+        self._lengths.worth.rest(len(tokens))
         self._waits = self._waits or None
         self._share = self._lengths.share(len(slots))
         self._allowance.step(self._lengths.plain_us(len(slots), 0), self._share, len(tokens))
@@ -280,9 +281,10 @@ class Drafter:
             chances = [chances[1:] for _, chances in self._drafts(slots.tolist(), 0, ahead=1)]
             self._waits = bool(chances) and self._lengths.choose(len(slots), 0, chances) is not None
             if self._placed and not (self._waits or self._held.steps or self._is_shut):
-                once = HAND_US[0] + HAND_US[1] * len(slots) + TRACK_US[0] * self._placed + CONSIDER_US
-                once += self._draft_us(len(slots)) if chances else 0.0
-                self._rest = min(self._allowance.rest(once, TRACK_US[1] * self._placed), CALM_STEPS_MAX)
+                track_us = TRACK_US[0] + TRACK_US[1] * LEARNT_MAX
+                price = HAND_US[0] + HAND_US[1] * len(slots) + track_us * self._placed + CONSIDER_US
+                price += self._draft_us(len(slots)) if chances else 0.0
+                self._rest = min(self._allowance.rest(price), CALM_STEPS_MAX)
         return self._waits
 
     def propose(self, slots: Slots, room: NDArray[np.int64], prefill_tokens: int) -> list[Int32Array] | None:

@@ -34,6 +34,9 @@ LIKELY: Final = 2.0
 """How much more often tokens must be foreseen than is worth a row, so that short matches are looked for."""
 FORESEEN_NEW: Final = 0.1
 """Weight of a new token in how often tokens are foreseen."""
+LEARNT_MAX: Final = 4
+"""Of tokens that are looked at together, how many of the last are learnt from, if short matches are not looked
+for."""
 SURE: Final = 8
 """Number of tokens that agree from which on no longer match is looked for."""
 
@@ -184,6 +187,14 @@ class Follower:
         if place is not None and self._late and (thorough or self._nears_end(place, len(tokens))):
             self._index_late()
         foreseen, last = 0, self._hashes.tail[-1]
+        skipped = 0 if thorough else len(tokens) - LEARNT_MAX
+        if place is not None and skipped > 0 and not self._nears_end(place, len(tokens)):
+            if place.text.tokens(place.at, skipped) == tokens[:skipped]:
+                foreseen, last = skipped, tokens[skipped - 1]
+                match = min(place.match + skipped, MATCH_MAX)
+                place = Place(place.text, place.source, place.at + skipped, match)
+            else:
+                place = None
         while place is not None and foreseen < len(tokens):
             place = self._compare(place, last, last := tokens[foreseen])
             foreseen += place is not None

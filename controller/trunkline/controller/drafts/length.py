@@ -124,10 +124,11 @@ class Worth:
         self._saved = self._saved * WORTH_KEPT + added * plain_us * tokens / rows
         self._spent = self._spent * WORTH_KEPT + added * min(whole_us, SURPRISE_MAX * plain_us * tokens / rows)
 
-    def rest(self) -> None:
-        """Take in a step that was not waited for."""
+    def rest(self, steps: int = 1) -> None:
+        """Take in steps that were not waited for."""
         if self._saved < WORTH_GOAL * self._spent:
-            self._saved += WORTH_RECOVERY * (WORTH_GOAL * self._spent - self._saved)
+            left = (1.0 - WORTH_RECOVERY) ** steps
+            self._saved = WORTH_GOAL * self._spent * (1.0 - left) + self._saved * left
 
 
 class Lengths:
