@@ -330,6 +330,7 @@ def test_what_is_waited_for_is_drafted_though_the_credit_is_gone() -> None:
     drafter.study(is_idle=False)
     for token in text[:20]:
         drafter.extend(slots, np.array([token], np.int32))
+    drafter._rest = 20  # as when the credit was low
     assert drafter.waits(slots)
     drafter._allowance.spend(1e6)
     assert drafter._allowance.is_broke
@@ -337,6 +338,39 @@ def test_what_is_waited_for_is_drafted_though_the_credit_is_gone() -> None:
     found = drafter.propose(slots, np.array([100]), 0)
     assert found is not None
     assert found[0].tolist() == text[21 : 21 + len(found[0])] != []
+
+
+def test_rows_that_end_do_not_put_off_what_is_looked_at_of_others() -> None:
+    """Nor are drafts paid for while no row can have one."""
+    rng = random.Random(16)
+    text = [rng.randrange(5000) for _ in range(300)]
+    drafter, spent = Drafter(CONFIG, known_costs(8000.0, 10.0)), 0.0
+    sequences = [sequence_of(text, slot) for slot in range(12)]
+    for sequence in sequences:
+        drafter.add(sequence)
+    drafter.study(is_idle=False)
+    drafter._allowance.step(8000.0, SHARE, 10_000)
+    slots = np.arange(12)
+    for token in text[:20]:
+        drafter.extend(slots, np.full(12, token, np.int32))
+    assert drafter._placed == 12
+    drafter._rest = 6
+    spend = drafter._allowance.spend
+
+    def counting(price_us: float) -> None:
+        nonlocal spent
+        spent += price_us
+        spend(price_us)
+
+    drafter._allowance.spend = counting  # type: ignore[method-assign]
+    for step, token in enumerate(text[20:23]):
+        drafter.extend(slots, np.full(len(slots), token, np.int32))
+        slots = slots[:-1]
+        drafter.remove(sequences[len(slots)])
+        drafter._waits = None
+        assert not drafter.waits(slots)
+        assert drafter._rest == 5 - step
+    assert spent == 0
 
 
 def test_losses_are_forgotten_by_steps_that_nobody_was_told_of_one_by_one() -> None:

@@ -11,9 +11,9 @@ from seeds import seeds
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.drafts import text_index
-from trunkline.controller.drafts.acceptance import Others, Source
+from trunkline.controller.drafts.acceptance import Acceptance, Others, Source
 from trunkline.controller.drafts.drafter import LONG_RUNS
-from trunkline.controller.drafts.follower import INTERVAL_LEAST, INTERVAL_MAX, Follower
+from trunkline.controller.drafts.follower import INTERVAL_LEAST, INTERVAL_MAX, LEARNT_MAX, Follower
 from trunkline.controller.drafts.tenant_texts import Tenant
 from trunkline.controller.drafts.text_index import MATCH_MAX, NO_TOKEN, RUNS, RunHashes, TextIndex
 from trunkline.controller.drafts.tree_texts import text_behind
@@ -354,6 +354,42 @@ def test_tokens_that_waited_together_lead_to_the_place_to_which_each_leads(wrong
         assert together.place is None, "too few tokens agree again"
     else:
         assert together.draft(3, 0.0, thorough=False)[0].tolist() == text[50:53], "it was found anew"
+
+
+@pytest.mark.parametrize(("drafted", "learnt"), [(False, LEARNT_MAX), (True, 16)])
+def test_of_tokens_that_waited_the_last_teach_and_of_those_behind_drafts_all(
+    drafted: bool, learnt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = list(range(50, 250))
+    follower = indexed([1, 2, *text, 3])
+    for token in text[:10]:
+        see(follower, token, LONG_RUNS)
+    taught: list[bool] = []
+    learn = Acceptance.learn
+
+    def counting(self: Acceptance, source: Source, match: int, others: Others, *, is_right: bool) -> None:
+        taught.append(is_right)
+        learn(self, source, match, others, is_right=is_right)
+
+    monkeypatch.setattr(Acceptance, "learn", counting)
+    follower.extend([*text[10:25], 7])
+    follower.advance(LONG_RUNS, drafted=drafted)
+    assert taught == [True] * (learnt - 1) + [False]
+
+
+@pytest.mark.parametrize("wrong", [5, 19, 23])
+def test_what_was_foreseen_counts_though_the_place_is_lost_among_what_is_skipped(wrong: int) -> None:
+    text = list(range(50, 250))
+    one, other = indexed([1, 2, *text, 3]), indexed([1, 2, *text, 3])
+    tokens = text[10:34]
+    tokens[wrong] = 7
+    for follower in (one, other):
+        for token in text[:10]:
+            see(follower, token, LONG_RUNS)
+        follower.extend(tokens)
+    one.advance(LONG_RUNS)
+    other.advance(LONG_RUNS, drafted=True)
+    assert one._foreseen == pytest.approx(other._foreseen)
 
 
 def test_looks_become_rare_where_nothing_is_found() -> None:

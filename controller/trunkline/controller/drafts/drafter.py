@@ -130,6 +130,8 @@ class Drafter:
             return
         self._hand_over()
         follower = self._followers.pop(sequence.slot)
+        if not self._followers:
+            self._waits, self._plain = None, (0, 0.0)
         self._placed -= follower.place is not None
         self._index_bytes -= follower.nbytes
         if follower in self._unindexed:
@@ -148,7 +150,7 @@ class Drafter:
 
     @property
     def _is_shut(self) -> bool:
-        """Whether nothing may be looked at. What is waited for may: the workers pay for that already."""
+        """Whether nothing may be looked at. For what `waits` has decided on, all may: the workers wait already."""
         return not self._waits and (not self._share or self._allowance.is_broke)
 
     def _look(self) -> None:
@@ -200,7 +202,7 @@ class Drafter:
         drafted, is_thorough = self._serial is not None and self._serial.drafted, self._is_thorough(follower)
         if follower.place is not None:
             self._placed -= 1
-            price = TRACK_US[0] + TRACK_US[1] * (count if is_thorough else min(count, LEARNT_MAX))
+            price = TRACK_US[0] + TRACK_US[1] * (count if is_thorough or drafted else min(count, LEARNT_MAX))
         if is_thorough:
             runs, price = len(RUNS), max(price, THOROUGH_US[0] + THOROUGH_US[1] * (count if drafted else 1))
         self._allowance.spend(price)
@@ -280,7 +282,9 @@ class Drafter:
         if self._waits is None:
             chances = [chances[1:] for _, chances in self._drafts(slots.tolist(), 0, ahead=1)]
             self._waits = bool(chances) and self._lengths.choose(len(slots), 0, chances) is not None
-            if self._placed and not (self._waits or self._held.steps or self._is_shut):
+            if self._waits:
+                self._rest = 1  # or the tokens that are waited for would be held
+            elif self._may_draft(slots.tolist()):
                 track_us = TRACK_US[0] + TRACK_US[1] * LEARNT_MAX
                 price = HAND_US[0] + HAND_US[1] * len(slots) + track_us * self._placed + CONSIDER_US
                 price += self._draft_us(len(slots)) if chances else 0.0
@@ -304,7 +308,7 @@ class Drafter:
         self._plain = len(slots), self._lengths.plain_us(len(slots), prefill_tokens)
         self._least = least = self._lengths.least_chance(len(slots), prefill_tokens)
         self._share = self._lengths.share(len(slots))
-        if not self._placed or self._held.steps or self._is_shut:
+        if not self._may_draft(slots):
             return []
         self._allowance.spend(CONSIDER_US)
         if not self._lengths.may_pay(len(slots), prefill_tokens, [_GAIN_MAX] * min(self._placed, len(slots))):
@@ -319,6 +323,13 @@ class Drafter:
             count = DRAFT_MAX + ahead if room is None else min(DRAFT_MAX, room[index])
             found.append(row.draft(count, least, thorough=self._is_thorough(row)))
         return found
+
+    def _may_draft(self, slots: list[int]) -> bool:
+        """Return whether a row has a place behind its last token, and may be looked at."""
+        if self._held.steps or self._is_shut:
+            return False
+        rows = (self._followers.get(slot) for slot in slots)
+        return any(row is not None and row.can_draft for row in rows)
 
     def _draft_us(self, rows: int) -> float:
         """Return the price of drafting for all sequences that have a place, and of choosing."""

@@ -35,8 +35,8 @@ LIKELY: Final = 2.0
 FORESEEN_NEW: Final = 0.1
 """Weight of a new token in how often tokens are foreseen."""
 LEARNT_MAX: Final = 4
-"""Of tokens that are looked at together, how many of the last are learnt from, if short matches are not looked
-for."""
+"""Of tokens that have waited together, how many of the last are learnt from, if short matches are not looked for.
+Not of those behind drafts: how many come depends on what was right."""
 SURE: Final = 8
 """Number of tokens that agree from which on no longer match is looked for."""
 
@@ -170,7 +170,7 @@ class Follower:
             self._waiting, waiting = waiting[:count], waiting[count:]
             self._advance(runs)
         self._waiting = waiting
-        self._advance(runs)
+        self._advance(runs, learns_all=drafted)
 
     def _sure(self, count: int) -> int:
         """Return how many of `count` tokens that come behind drafts may be taken in together: none but the last
@@ -182,19 +182,21 @@ class Follower:
             count = min(count, self.count - place.at)
         return max(1, count - 1)
 
-    def _advance(self, runs: int) -> None:
+    def _advance(self, runs: int, *, learns_all: bool = False) -> None:
         tokens, place, thorough = self._waiting, self.place, runs == len(RUNS)
         if place is not None and self._late and (thorough or self._nears_end(place, len(tokens))):
             self._index_late()
         foreseen, last = 0, self._hashes.tail[-1]
-        skipped = 0 if thorough else len(tokens) - LEARNT_MAX
+        skipped = 0 if thorough or learns_all else len(tokens) - LEARNT_MAX
         if place is not None and skipped > 0 and not self._nears_end(place, len(tokens)):
-            if place.text.tokens(place.at, skipped) == tokens[:skipped]:
-                foreseen, last = skipped, tokens[skipped - 1]
-                match = min(place.match + skipped, MATCH_MAX)
-                place = Place(place.text, place.source, place.at + skipped, match)
-            else:
-                place = None
+            text = place.text.tokens(place.at, skipped)
+            foreseen = next(
+                (i for i, pair in enumerate(zip(text, tokens, strict=False)) if pair[0] != pair[1]), len(text)
+            )
+            last = tokens[skipped - 1]
+            match = min(place.match + skipped, MATCH_MAX)
+            moved = Place(place.text, place.source, place.at + skipped, match)
+            place = moved if foreseen == skipped else None
         while place is not None and foreseen < len(tokens):
             place = self._compare(place, last, last := tokens[foreseen])
             foreseen += place is not None

@@ -69,7 +69,7 @@ class DraftSource(Protocol):
     def waits(self, slots: Slots) -> bool:
         """Return whether the next step should be planned only when the step in flight, which has no drafts, is
         answered: drafts are planned only behind tokens that are known. Asked again before the next plan, it must
-        say the same.
+        say the same, unless tokens came meanwhile.
 
         Args:
             slots: the sequences that have a token to compute behind that step.
