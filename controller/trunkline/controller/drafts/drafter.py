@@ -53,8 +53,8 @@ HELD_MAX: Final = 64
 CALM_STEPS_MAX: Final = 24
 """Largest number of steps whose tokens are held together."""
 HAND_US: Final = 20.0, 1.0
-"""Price of looking at tokens, and of each of a step's rows. These prices were measured in servers whose workers
-share the cores, where most are two or three times what a loop of its own takes."""
+"""Price of giving tokens that were held to followers, and of each of a step's rows. These prices were measured in
+servers whose workers share the cores, where most are two or three times what a loop of its own takes."""
 TRACK_US: Final = 35.0, 6.0
 """Price of going on with a sequence that has a place, and of each token that is learnt from."""
 LOOK_US: Final = 50.0
@@ -159,7 +159,7 @@ class Drafter:
             self._rest = min(self._held.count + self._shut_steps, HELD_MAX)
             return
         if not self._is_shut:
-            self._allowance.spend(HAND_US[0] + HAND_US[1] * len(self._held.steps[-1][0]))
+            self._allowance.spend(_hand_us(len(self._held.steps[-1][0])))
         for follower in self._hand_over():
             self._advance(follower)
         if self._is_shut:
@@ -183,8 +183,7 @@ class Drafter:
             slots, count = held[0][0], 1
             while count < len(held) and (held[count][0] is slots or np.array_equal(held[count][0], slots)):
                 count += 1
-            drawn_here = [tokens.reshape(-1, len(slots)) for _, tokens in held[:count]]
-            columns = (drawn_here[0] if count == 1 else np.concatenate(drawn_here)).T
+            columns = np.concatenate([tokens.reshape(-1, len(slots)) for _, tokens in held[:count]]).T
             for slot, drawn in zip(slots.tolist(), columns.tolist(), strict=True):
                 if (follower := self._followers.get(slot)) is not None and follower.extend(drawn):
                     due.append(follower)
@@ -202,7 +201,8 @@ class Drafter:
         drafted, is_thorough = self._serial is not None and self._serial.drafted, self._is_thorough(follower)
         if follower.place is not None:
             self._placed -= 1
-            price = TRACK_US[0] + TRACK_US[1] * (count if is_thorough or drafted else min(count, LEARNT_MAX))
+            learnt = count if drafted or is_thorough else min(count, LEARNT_MAX)
+            price = TRACK_US[0] + TRACK_US[1] * learnt
         if is_thorough:
             runs, price = len(RUNS), max(price, THOROUGH_US[0] + THOROUGH_US[1] * (count if drafted else 1))
         self._allowance.spend(price)
@@ -286,7 +286,7 @@ class Drafter:
                 self._rest = 1  # or the tokens that are waited for would be held
             elif self._may_draft(slots.tolist()):
                 track_us = TRACK_US[0] + TRACK_US[1] * LEARNT_MAX
-                price = HAND_US[0] + HAND_US[1] * len(slots) + track_us * self._placed + CONSIDER_US
+                price = _hand_us(len(slots)) + track_us * self._placed + CONSIDER_US
                 price += self._draft_us(len(slots)) if chances else 0.0
                 self._rest = min(self._allowance.rest(price), CALM_STEPS_MAX)
         return self._waits
@@ -392,5 +392,11 @@ class _SerialStep:
     """Its time, with the time that the workers waited for its plan; 0: it is in flight."""
 
 
+def _hand_us(rows: int) -> float:
+    """Return the price of giving the tokens of so many rows to their followers."""
+    return HAND_US[0] + HAND_US[1] * rows
+
+
 _GAIN_MAX: Final = log1p(DRAFT_MAX)
+"""Logarithm of by how much a draft makes a sequence faster at most."""
 _NO_DRAFT: Final[tuple[Int32Array, list[float]]] = (np.empty(0, np.int32), [])

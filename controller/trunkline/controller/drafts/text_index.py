@@ -40,10 +40,10 @@ _LEAVING: Final = tuple(pow(_BASE, run, 1 << 64) for run in RUNS)
 _POSITION_MAX: Final = 1 << 31
 """Positions are int32: an index that has taken so many tokens begins again."""
 _RUNS: Final = np.array(RUNS, np.int32).tobytes()
-
+"""`RUNS` as the library takes them."""
 
 IndexRuns = Callable[[int, int, bytes, int, int, int, bytes, int], None]
-"""`trunkline_index_runs` in `csrc/names/runs.cc`."""
+"""`trunkline_index_runs` in `csrc/names/runs.cc`, which takes the ring and the tables by their addresses."""
 
 
 class RunHashes:
