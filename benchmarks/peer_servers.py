@@ -52,8 +52,8 @@ class Setting:
     """A folder for what a run makes: caches, a GGUF file."""
     weights: str = ""
     """Type of the matrices in a GGUF file that is served in the checkpoint's place; empty: the checkpoint is."""
-    tp: int = 2
-    """Ranks of Trunkline."""
+    tp: int | None = None
+    """Ranks of Trunkline; None: it decides."""
     key: str = ""
     """An API key that the server takes, if it asks for one."""
 
@@ -96,7 +96,8 @@ def _gguf(setting: Setting) -> Path:
 def trunkline(program: str, setting: Setting, port: int) -> list[str]:
     model = _gguf(setting) if setting.weights else setting.folder
     head = [program, "serve", str(model), "--port", str(port), "--served-model-name", MODEL]
-    return [*head, "--tp", str(setting.tp), "--dtype", setting.dtype]
+    ranks = [] if setting.tp is None else ["--tp", str(setting.tp)]
+    return [*head, *ranks, "--dtype", setting.dtype]
 
 
 def _vllm(program: str, setting: Setting, port: int) -> list[str]:

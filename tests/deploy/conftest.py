@@ -35,9 +35,10 @@ def show_gpus(monkeypatch: pytest.MonkeyPatch) -> ShowGpus:
 
 
 @pytest.fixture(autouse=True)
-def no_gpus(show_gpus: ShowGpus) -> None:
-    """Show no GPUs, unless a test shows some."""
+def no_gpus(show_gpus: ShowGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Show no GPUs, unless a test shows some, and CPUs without matrix registers."""
     show_gpus(0)
+    monkeypatch.setattr(machine, "has_matrix_registers", lambda: False)
 
 
 @pytest.fixture

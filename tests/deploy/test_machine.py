@@ -15,6 +15,7 @@ from trunkline.deploy.config.machine import available_cores, free_port, whole_co
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
 
+REGISTERS = machine.has_matrix_registers
 MEMBERSHIP_1 = "12:memory:/job\n3:cpu,cpuacct:/job/step\n1:cpuset:/job\n0::/\n"
 
 
@@ -68,6 +69,27 @@ def test_the_smaller_of_affinity_and_quota(
     assert ServeSettings(groups=1, tp=2).threads_per_worker() == max(1, expected // 2)
     assert ServeSettings(groups=4, tp=8).threads_per_worker() == 1
     assert ServeSettings(threads=7).threads_per_worker() == 7
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected"),
+    [
+        (["flags : fpu amx_bf16 avx512_vnni amx_tile amx_int8"] * 2, True),
+        (["flags : fpu amx_tile amx_int8"], False),
+        (["flags : fpu not_amx_bf16"], False),
+        (["Features : fp asimd"], False),
+        ([], False),
+    ],
+)
+def test_matrix_registers(
+    cores: list[str], expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(f"processor : {number}\n{flags}\n\n" for number, flags in enumerate(cores))
+    write(tmp_path, {"cpuinfo": text})
+    monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "cpuinfo")
+    assert REGISTERS() == expected
+    monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "missing")
+    assert not REGISTERS()
 
 
 def test_a_port_in_use_is_refused() -> None:

@@ -69,6 +69,16 @@ def test_the_largest_divisor_that_each_group_can_have(heads: int, groups: int, v
     assert default_tp(groups, visible, lambda n: heads % n == 0) == tp
 
 
+@pytest.mark.parametrize(("visible", "tp"), [(0, 1), (4, 2)])
+def test_one_worker_on_cpus_with_matrix_registers(
+    visible: int, tp: int, show_gpus: ShowGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "has_matrix_registers", lambda: True)
+    show_gpus(visible)
+    assert len(placed(plan_cluster(ServeSettings(port=0, groups=2)))) == 2 * tp
+    assert plan_cluster(ServeSettings(port=0, tp=2)).settings.tp == 2
+
+
 def test_what_is_asked_for_is_never_changed(show_gpus: ShowGpus) -> None:
     for visible in (0, 2, 8):
         show_gpus(visible)

@@ -45,12 +45,12 @@ def top(
 
     trunkline top --once
     """
-    run(lambda: _top(server_url(port, url), api_key_file, interval, once))
+    run(lambda: _top(port, url, api_key_file, interval, once))
 
 
-def _top(url: str, api_key_file: str, interval: float, once: bool) -> None:
+def _top(port: int | None, url: str, api_key_file: str, interval: float, once: bool) -> None:
     check_range("--interval", interval, 0.2, 3600)
-    source = Source(url, api_key_file)
+    source = Source(server_url(port, url), api_key_file)
     console = Console(highlight=False)
     interrupt = _Interrupt()
     try:

@@ -127,8 +127,19 @@ def _torch_has_cuda() -> bool:
     return True
 
 
+_CPUINFO: Final = Path("/proc/cpuinfo")
 _CGROUP_MEMBERSHIP: Final = Path("/proc/self/cgroup")
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
+
+
+def has_matrix_registers() -> bool:
+    """Return whether cores here multiply bfloat16 matrices in registers made for that (Intel's AMX)."""
+    try:
+        with _CPUINFO.open() as lines:  # only the first core's: to describe a core takes Linux a while
+            flags = next((line for line in lines if line.startswith("flags")), "")
+    except OSError:
+        return False
+    return "amx_bf16" in flags.split()
 
 
 def available_cores() -> int:

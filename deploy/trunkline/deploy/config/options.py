@@ -105,7 +105,7 @@ SERVE_OPTIONS: Final = (
     CliOption(
         "tp",
         "Workers that compute one copy together (tensor parallelism). Default on GPUs: one for each GPU that a "
-        "copy can have, as far as the model can be split; on CPUs 2.",
+        "copy can have, as far as the model can be split; on CPUs 2, with matrix registers (AMX) 1.",
         CLUSTER,
     ),
     CliOption("routers", "Processes that answer HTTP requests, all on the same port.", CLUSTER),

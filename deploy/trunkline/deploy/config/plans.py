@@ -33,7 +33,8 @@ from trunkline.worker.model.families import read_model_config
 from trunkline.worker.model.parallelism import check_parallelism
 
 TP_ON_CPUS: Final = 2
-"""The default number of workers of a group on CPUs: the fewest that show the whole design."""
+"""The default number of workers of a group on CPUs. With matrix registers it is 1: products take so little time
+there that what every worker does for itself counts (docs/measurements/servers.md)."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ def settle(settings: ServeSettings, folder: Path, beside: Beside = _ALONE) -> tu
             why = "" if settings.device == "cpu" else f" ({why})"
             raise UserError(f"--gpu-memory-fraction is {given}, but workers compute on CPUs{why}; leave it out")
         warning = found.problem and f"No GPU is used: {found.problem}."
-        return _with_tp(settings, lambda: TP_ON_CPUS), Placement(warning=warning)
+        tp = 1 if machine.has_matrix_registers() else TP_ON_CPUS
+        return _with_tp(settings, lambda: tp), Placement(warning=warning)
     fair = found.count * settings.groups // (settings.groups + beside.groups)
     settings = _with_tp(settings, lambda: default_tp(settings.groups, fair, _splits(folder)))
     return settings, place(settings, found.devices, beside.taken)

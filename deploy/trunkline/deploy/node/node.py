@@ -96,7 +96,7 @@ def run_node(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -
 def _with_tp(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -> ServeSettings:
     """Return the settings with a number of ranks, against which the options of a part are checked.
 
-    With `--ranks` the GPUs of the other hosts are not known, so the default is that of CPUs.
+    With `--ranks` neither GPUs nor CPUs of the other hosts are known, so the default is the same everywhere.
 
     Raises:
         UserError: There is no such model, or no such device.
