@@ -10,6 +10,7 @@ from seeds import seeds
 
 from trunkline.kvstore import chunks
 from trunkline.kvstore.chunks import NAME_BYTES, chain, chunk_name
+from trunkline.kvstore.fingerprint import FORMAT
 from trunkline.kvstore.native_names import write_names
 
 pytestmark = pytest.mark.sanitized
@@ -28,8 +29,19 @@ def test_a_chain_is_made_of_single_names(seed: int) -> None:
     for _ in range(1000):
         size = rng.choice((1, 2, 4, 7, 16, 24, 28, 29, 32, 60, 64, 128))  # below, at and over a block of the hash
         tokens = rng.randbytes(rng.choice((4 * rng.randrange(12 * size), rng.randrange(40 * size))))
-        start, marker = rng.randbytes(rng.choice((16, 16, 5))), rng.randbytes(rng.choice((0, 0, 16, 64, 65)))
+        start, marker = rng.randbytes(16), rng.randbytes(rng.choice((0, 0, 16, 64, 65)))
         assert chain(start, tokens, size, marker) == one_by_one(start, tokens, size, marker)
+
+
+def test_names_stay_what_they_are() -> None:
+    """Disks and remote stores hold them: with other names `fingerprint.FORMAT` must be another one, too."""
+    tokens, start = b"".join(token.to_bytes(4, "little") for token in range(200)), bytes(range(16))
+    assert chain(start, tokens, 64)[2:] == [
+        bytes.fromhex("0d7e7b7e76394fa0b0dc7ef0490f06c4"),
+        bytes.fromhex("97e97e31dd7518f15984506e9f36d2c6"),
+    ]
+    assert chain(start, tokens, 64, b"root" * 4)[3] == bytes.fromhex("aec944ca272d8e9e5ea0367672ae24b2")
+    assert FORMAT == 3
 
 
 @pytest.mark.skipif(write_names is None, reason="the library of names is not installed or does not run here")

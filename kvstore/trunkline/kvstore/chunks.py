@@ -118,9 +118,6 @@ NAME_BYTES: Final = 16
 TOKEN_BYTES: Final = 4
 """Size of a token id where tokens are packed (`pack_int32`)."""
 
-_HASH: Final = blake2b(digest_size=NAME_BYTES)
-"""The hash of nothing yet. To copy it costs less than to make one."""
-
 _NAME_DTYPE: Final = np.dtype(f"V{NAME_BYTES}")
 _NATIVE_FROM_CHUNKS: Final = 3
 """Smallest number of chunks whose names the compiled form makes sooner than Python."""
@@ -139,24 +136,23 @@ def root_name(model_fingerprint: bytes, dtype: str, chunk_size: int, salt: bytes
 
 
 def chunk_name(parent: bytes, token_bytes: bytes) -> ChunkName:
-    """Return the name of the chunk of these tokens (little-endian int32) below `parent`."""
-    digest = _HASH.copy()
-    digest.update(parent)
-    digest.update(token_bytes)
-    return ChunkName(digest.digest())
+    """Return the name of the chunk of these tokens (little-endian int32) below `parent`.
+
+    A parent's name, 16 bytes, is BLAKE2b's salt, so that a chunk of 64 tokens is two blocks of the hash.
+    """
+    return ChunkName(blake2b(token_bytes, digest_size=NAME_BYTES, salt=parent).digest())
 
 
 def chain(start: bytes, token_bytes: bytes, chunk_size: int, marker: bytes = b"") -> list[ChunkName]:
     """Return the names of the chunks of these tokens, one below the other; the last chunk may be partial.
 
     Args:
-        start: A root's name, or the place of a text.
+        start: A root's name, or the place of a text: 16 bytes.
         marker: Hashed before the tokens of each chunk.
     """
     size = 4 * chunk_size
     count = -(-len(token_bytes) // size)
-    is_known_form = len(start) == NAME_BYTES and len(marker) <= _MARKER_BYTES_MAX
-    if write_names is not None and count >= _NATIVE_FROM_CHUNKS and is_known_form:
+    if write_names is not None and count >= _NATIVE_FROM_CHUNKS and len(marker) <= _MARKER_BYTES_MAX:
         packed = np.empty(count, _NAME_DTYPE)
         write_names(start, marker, len(marker), token_bytes, len(token_bytes), size, packed.ctypes.data)
         return cast(list[ChunkName], packed.tolist())

@@ -21,10 +21,10 @@ from trunkline.kvstore.chunk_format import ChunkFormat
 
 FINGERPRINT_BYTES: Final = 16
 
-FORMAT: Final = 2
-"""Version of the bytes that a tier keeps of a chunk: what `ChunkFormat` says, in plain order. Kernels may pack
-blocks of the device pool, but unpack them on the way out. Raise the version when the bytes change while their
-description stays as it is."""
+FORMAT: Final = 3
+"""Version of the bytes that a tier keeps of a chunk, what `ChunkFormat` says in plain order, and of how chunks are
+named. Kernels may pack blocks of the device pool, but unpack them on the way out. Raise the version when bytes or
+names change while their description stays as it is."""
 
 
 def model_fingerprint(checkpoint: bytes, quantisation: str) -> bytes:

@@ -14,8 +14,8 @@ from typing import Final
 import trunkline
 
 WriteNames = Callable[[bytes, bytes, int, bytes, int, int, int], None]
-"""`trunkline_write_names` in `csrc/names/names.cc`. Its last argument is the address of the names to write."""
-_NEWEST: Final = "trunkline_index_runs"
+"""`trunkline_chain_names` in `csrc/names/names.cc`. Its last argument is the address of the names to write."""
+_NEWEST: Final = "trunkline_chain_names"
 """What a library that was built from other sources lacks."""
 
 
@@ -35,9 +35,9 @@ def _name_writer() -> WriteNames | None:
     if library is None:
         return None
     data, size = ctypes.c_char_p, ctypes.c_int64
-    write: WriteNames = library.trunkline_write_names
-    library.trunkline_write_names.argtypes = (data, data, size, data, size, size, ctypes.c_void_p)
-    library.trunkline_write_names.restype = None
+    write: WriteNames = library.trunkline_chain_names
+    library.trunkline_chain_names.argtypes = (data, data, size, data, size, size, ctypes.c_void_p)
+    library.trunkline_chain_names.restype = None
     return write
 
 

@@ -1,7 +1,7 @@
 // The names of a prompt's chunks: a chain of BLAKE2b hashes (RFC 7693), as `trunkline.kvstore.chunks.chain` makes it.
 //
-// Each hash begins with the name before it, so nothing runs side by side but the four columns of BLAKE2b's state:
-// they are the lanes of one vector. A library of its own, with a C interface: routers load neither torch nor the
+// The name before it is the salt of each, so nothing runs side by side but the four columns of BLAKE2b's state: they
+// are the lanes of one vector. A library of its own, with a C interface: routers load neither torch nor the
 // kernels.
 
 #include <cstddef>
@@ -100,7 +100,13 @@ inline void round(State& s, const uint64_t* m) {
 
 struct Hash {
   Row low = kLow ^ Row{kParameters, 0, 0, 0};
-  Row high = kHigh;
+  Row high;
+
+  explicit Hash(const uint8_t* salt) {
+    uint64_t words[2];
+    std::memcpy(words, salt, sizeof words);
+    high = kHigh ^ Row{words[0], words[1], 0, 0};
+  }
 
   // Takes in a block. `total`: bytes up to its end, without padding.
   void add(const uint8_t* block, int64_t total, bool is_last) {
@@ -115,13 +121,13 @@ struct Hash {
   }
 };
 
-// Writes the hash of `head` and then `tokens` to `name`. `head_bytes` is less than a block.
-void write_name(const uint8_t* head, int64_t head_bytes, const uint8_t* tokens, int64_t token_bytes,
-                uint8_t* name) {
-  Hash hash;
+// Writes the hash of `marker` and then `tokens`, salted with `parent`, to `name`. `marker_bytes` is less than a block.
+void write_name(const uint8_t* parent, const uint8_t* marker, int64_t marker_bytes, const uint8_t* tokens,
+                int64_t token_bytes, uint8_t* name) {
+  Hash hash(parent);
   uint8_t block[kBlockBytes] = {};
-  std::memcpy(block, head, head_bytes);
-  int64_t filled = head_bytes, total = head_bytes;
+  std::memcpy(block, marker, marker_bytes);
+  int64_t filled = marker_bytes, total = marker_bytes;
   // The last block is hashed as such even if it is full, so that a block is taken in only when more follows.
   while (token_bytes > kBlockBytes - filled) {
     int64_t taken = kBlockBytes - filled;
@@ -151,18 +157,16 @@ EXPORTED int32_t trunkline_names_run_here() {
 #endif
 }
 
-// Writes the names of the chunks of `tokens` to `names`, 16 bytes each: of `start`, `marker` and the first
-// `chunk_bytes` bytes of `tokens`; of that name, `marker` and the next ones; and so on. The last chunk may be
-// shorter. `start` has 16 bytes, `marker` at most 64.
-EXPORTED void trunkline_write_names(const uint8_t* start, const uint8_t* marker, int64_t marker_bytes,
+// Writes the names of the chunks of `tokens` to `names`, 16 bytes each: of `marker` and the first `chunk_bytes` bytes
+// of `tokens`, salted with `start`; of `marker` and the next ones, salted with that name; and so on. The last chunk may
+// be shorter. `start` has 16 bytes, `marker` at most 64.
+EXPORTED void trunkline_chain_names(const uint8_t* start, const uint8_t* marker, int64_t marker_bytes,
                                     const uint8_t* tokens, int64_t token_bytes, int64_t chunk_bytes,
                                     uint8_t* names) {
-  uint8_t head[kBlockBytes];
-  std::memcpy(head, start, kNameBytes);
-  std::memcpy(head + kNameBytes, marker, marker_bytes);
+  const uint8_t* parent = start;
   for (int64_t at = 0; at < token_bytes; at += chunk_bytes, names += kNameBytes) {
     int64_t taken = token_bytes - at < chunk_bytes ? token_bytes - at : chunk_bytes;
-    write_name(head, kNameBytes + marker_bytes, tokens + at, taken, names);
-    std::memcpy(head, names, kNameBytes);
+    write_name(parent, marker, marker_bytes, tokens + at, taken, names);
+    parent = names;
   }
 }
