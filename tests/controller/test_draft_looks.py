@@ -10,7 +10,7 @@ from controller.draft_harness import CONFIG, Replay, known_costs, sequence_of, s
 from seeds import seeds
 
 from trunkline.controller.drafts.allowance import FIRST, MOST, SHARE, Allowance
-from trunkline.controller.drafts.drafter import Drafter
+from trunkline.controller.drafts.drafter import HELD_MAX, Drafter
 from trunkline.controller.drafts.follower import Follower
 from trunkline.controller.tiers.costs import StepCosts
 from trunkline.kvstore.chunks import Int32Array
@@ -217,3 +217,19 @@ def test_a_stalled_step_does_not_end_drafts() -> None:
     replay.run([(text, text[20:])], 1)
     assert stalls == 1
     assert replay.steps < 90, "118 if all of it counted"
+
+
+def test_where_rows_end_often_no_more_tokens_wait_than_may() -> None:
+    """Each end gives what is held to all rows; those that go on may be looked at only much later."""
+    drafter = Drafter(CONFIG, known_costs(400.0, 200.0))
+    long, slots = sequence_of(range(50), 0), np.arange(32)
+    drafter.add(long)
+    for number in range(200):
+        others = [sequence_of([number, slot], slot) for slot in range(1, 32)]
+        for sequence in others:
+            drafter.add(sequence)
+        drafter.settle(slots, np.full((10, 32), number, np.int32), [number])
+        for sequence in others:
+            drafter.remove(sequence)
+        assert drafter._followers[0].waiting_count < HELD_MAX
+        assert drafter._placed == 0

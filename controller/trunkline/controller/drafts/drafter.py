@@ -175,8 +175,9 @@ class Drafter:
         return self._allowance.broke_steps if self._share else CALM_STEPS_MAX
 
     def _hand_over(self) -> list[Follower]:
-        """Give the tokens that are held to their followers; return those that are due."""
-        self._rest = max(1, self._rest - self._held.count)
+        """Give the tokens that are held to their followers; return those that are due. Where nothing may be looked
+        at, places behind which too many tokens wait are lost."""
+        self._rest, is_shut = max(1, self._rest - self._held.count), self._is_shut
         held, self._held = self._held.steps, _HeldTokens()
         due: list[Follower] = []
         while held:
@@ -185,23 +186,26 @@ class Drafter:
                 count += 1
             columns = np.concatenate([tokens.reshape(-1, len(slots)) for _, tokens in held[:count]]).T
             for slot, drawn in zip(slots.tolist(), columns.tolist(), strict=True):
-                if (follower := self._followers.get(slot)) is not None and follower.extend(drawn):
+                if (follower := self._followers.get(slot)) is None:
+                    continue
+                if follower.extend(drawn):
                     due.append(follower)
+                if is_shut and follower.waiting_count >= HELD_MAX:
+                    self._placed -= follower.place is not None
+                    follower.skip()
             del held[:count]
         return list(dict.fromkeys(due))
 
     def _advance(self, follower: Follower) -> None:
         """Look at tokens that wait, as far as the allowance admits."""
         if self._is_shut:
-            if follower.waiting_count >= HELD_MAX:
-                self._placed -= follower.place is not None
-                follower.skip()
             return
         runs, price, count = LONG_RUNS, LOOK_US, follower.waiting_count
         drafted, is_thorough = self._serial is not None and self._serial.drafted, self._is_thorough(follower)
         if follower.place is not None:
             self._placed -= 1
-            learnt = count if drafted or is_thorough else min(count, LEARNT_MAX)
+            learns_all = drafted or is_thorough or follower.repeats_end
+            learnt = count if learns_all else min(count, LEARNT_MAX)
             price = TRACK_US[0] + TRACK_US[1] * learnt
         if is_thorough:
             runs, price = len(RUNS), max(price, THOROUGH_US[0] + THOROUGH_US[1] * (count if drafted else 1))

@@ -184,11 +184,11 @@ class Follower:
 
     def _advance(self, runs: int, *, learns_all: bool = False) -> None:
         tokens, place, thorough = self._waiting, self.place, runs == len(RUNS)
-        if place is not None and self._late and (thorough or self._nears_end(place, len(tokens))):
+        if place is not None and self._late and (thorough or self.repeats_end):
             self._index_late()
         foreseen, last = 0, self._hashes.tail[-1]
-        skipped = 0 if thorough or learns_all else len(tokens) - LEARNT_MAX
-        if place is not None and skipped > 0 and not self._nears_end(place, len(tokens)):
+        skipped = 0 if thorough or learns_all or self.repeats_end else len(tokens) - LEARNT_MAX
+        if place is not None and skipped > 0:
             text = place.text.tokens(place.at, skipped)
             foreseen = next(
                 (i for i, pair in enumerate(zip(text, tokens, strict=False)) if pair[0] != pair[1]), len(text)
@@ -262,6 +262,12 @@ class Follower:
     def waiting_count(self) -> int:
         """Number of tokens that wait."""
         return len(self._waiting)
+
+    @property
+    def repeats_end(self) -> bool:
+        """Whether the place may be in tokens that wait or are not indexed, so that one is learnt from after the
+        other."""
+        return self.place is not None and self._nears_end(self.place, len(self._waiting))
 
     def is_likely(self, least: float) -> bool:
         """Return whether rows are so cheap, or so many tokens foreseen, that short matches are worth being looked
