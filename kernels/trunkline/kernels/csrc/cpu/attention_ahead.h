@@ -3,7 +3,7 @@
 // A unit of many query vectors works for long on what it has read, and memory is idle meanwhile; the units of few behind
 // it wait for memory. So the one fetches the tiles of the others, a line in each step of its products: there it costs
 // nothing, while the same lines, asked for between two products of vectors, cost as much as they save. In front of
-// a product of matrix registers 32 lines are asked for at once.
+// a product of matrix registers 12 or 32 lines are asked for at once.
 #pragma once
 
 #include "attention.h"

@@ -28,6 +28,7 @@ namespace trunkline::TRUNKLINE_NAMESPACE {
 namespace {
 
 constexpr float kPeakSlack = 8.0f;
+constexpr int kTileVectors = 16;  // rows of a tile
 
 // T is what keys and values are multiplied as (`Attending`). Queries come and results leave in the form of a type that
 // attends as T.
@@ -45,6 +46,11 @@ class AttentionUnit {
   // Whether there are matrix registers for its products.
   static constexpr bool kHasTiles = TRUNKLINE_LEVEL >= 4 && std::is_same_v<T, BFloat16>;
 
+  // Keys between two updates of many query vectors.
+  TRUNKLINE_INLINE static int many_tokens(const PoolView& pool) {
+    return is_narrow(pool) ? kShortGroupTokens : kGroupTokens;
+  }
+
   // `vectors` query vectors for each of `heads` KV heads from `head` on, numbered head by head. Several heads: at
   // most kRowBlock in all, and chunks of whole token steps.
   TRUNKLINE_INLINE AttentionUnit(const PoolView& pool, const ScoreRule& rule, long layer, long head, int heads,
@@ -59,13 +65,16 @@ class AttentionUnit {
         head_(head),
         heads_(heads),
         vectors_(vectors),
-        tiled_(kHasTiles && d_ % 32 == 0) {
+        tiled_(has_tiles(pool)) {
     lay_out(memory_, scratch, heads * vectors, pool.query_width());
     group_.valid = memory_.valid, group_.position = memory_.key_position;
     group_.key_scale = memory_.key_scale, group_.value_scale = memory_.value_scale;
     group_.key_scratch = reinterpret_cast<B*>(memory_.keys);
     group_.value_scratch = reinterpret_cast<B*>(memory_.values);
   }
+
+  // Others have read just before what this unit reads.
+  void read_cached() { cached_ = true; }
 
   // What this unit fetches while it multiplies many vectors, beside its own next tiles.
   void fetch(TilesAhead& ahead) { ahead_ = &ahead; }
@@ -125,9 +134,9 @@ class AttentionUnit {
       }
       reader_.load_keys(group_, head_);
       reader_.load_values(group_, head_);
-      for (int first = 0; first < vectors_; first += kRowBlock) {
-        const int rows = vectors_ - first < kRowBlock ? vectors_ - first : kRowBlock;
-        const Cursor* next = first == 0 ? &at : nullptr;  // fetched once
+      for (int first = 0; first < vectors_; first += row_block()) {
+        const int rows = vectors_ - first < row_block() ? vectors_ - first : row_block();
+        const Cursor* next = first == 0 && !(is_narrow(pool_) && cached_) ? &at : nullptr;  // fetched once
         score(0, first, rows, 0, next);
         weigh(first, rows, 0, how);
         accumulate(0, first, rows, 0, next);
@@ -150,6 +159,11 @@ class AttentionUnit {
   }
 
  private:
+  TRUNKLINE_INLINE static bool has_tiles(const PoolView& pool) { return kHasTiles && pool.head_dim % 32 == 0; }
+  // Whether keys and values of a short group fit the first-level cache beside a tile's height of scores. That saves more
+  // than squares of tiles do.
+  TRUNKLINE_INLINE static bool is_narrow(const PoolView& pool) { return has_tiles(pool) && pool.head_dim <= 64; }
+
   TRUNKLINE_INLINE char* query_row(int i) const { return reinterpret_cast<char*>(memory_.queries) + i * d_ * 2; }
 
   // Where the latent's part of a query stands in its row; 0: there are no two parts.
@@ -161,6 +175,9 @@ class AttentionUnit {
     for (; j + kLanes <= n; j += kLanes) store(to + j, Query::load_floats(from + j));
     for (; j < n; ++j) to[j] = Query::to_float(from[j]);
   }
+
+  // Query vectors whose scores are held at a time.
+  TRUNKLINE_INLINE int row_block() const { return is_narrow(pool_) ? kTileVectors : kRowBlock; }
 
   void attend_heads(const Adjustment& how, const Cursor& next) {
     const long values = pool_.bands - 1;
@@ -218,15 +235,16 @@ class AttentionUnit {
 #if TRUNKLINE_LEVEL >= 4
   // The same by tiles.
   TRUNKLINE_INLINE void multiply_tiles(int m, int n, int steps, const char* a, long lda, const B* b, long ldb,
-                                       float* c, long ldc, bool accumulate, long ahead) {
-    constexpr int kLines = 32;
+                                       float* c, long ldc, bool accumulate, const Cursor* next, long ahead) {
     if (ahead_ != nullptr) {
-      if (const char* lines = ahead_->next(kLines * kLineBytes); lines != nullptr) {
-        for (int line = 0; line < kLines; ++line) prefetch_second(lines + line * kLineBytes);
+      const int count = m > kTileRowsMax ? 32 : 12;  // a product of one row of tiles is as much shorter
+      if (const char* lines = ahead_->next(count * kLineBytes); lines != nullptr) {
+        for (int line = 0; line < count; ++line) prefetch_second(lines + line * kLineBytes);
       }
     }
     const TileOperands with{a,     lda,        reinterpret_cast<const char*>(b), ldb * 4, false,
                             steps, kTileSteps, reinterpret_cast<char*>(c),       ldc * 4, accumulate};
+    if (next == nullptr && m <= kTileRowsMax && tile_gemm_cached(tiles_, m, n, with)) return;
     tile_gemm(tiles_, m, n, with, ahead);
   }
 #endif
@@ -246,7 +264,7 @@ class AttentionUnit {
       if constexpr (kHasTiles) {
         if (tiled_) {
           this->multiply_tiles(rows, part.columns, steps, query_row(first), d_ * 2, part.keys, part.key_stride,
-                               scores, kScoreStride, false, ahead);
+                               scores, kScoreStride, false, next, ahead);
           continue;
         }
       }
@@ -324,7 +342,7 @@ class AttentionUnit {
       if constexpr (kHasTiles) {
         if (tiled_) {
           this->multiply_tiles(rows, values_, part.value_steps, reinterpret_cast<const char*>(row),
-                               kScoreStride * 4, part.values, part.value_stride, acc, values_, true, ahead);
+                               kScoreStride * 4, part.values, part.value_stride, acc, values_, true, next, ahead);
           continue;
         }
       }
@@ -488,6 +506,7 @@ class AttentionUnit {
   const int values_;      // padded width of a value: that of keys if they are not the end of those
   const long head_;
   const int heads_, vectors_;  // per head
+  bool cached_ = false;        // what it reads is in the second-level cache
   const bool tiled_;           // vectors are whole tiles wide: products are those of tiles, which round otherwise
   TilesAhead* ahead_ = nullptr;
   Tiles tiles_;

@@ -27,7 +27,7 @@ class Tiles {
  public:
   Tiles() = default;
   ~Tiles() {
-    if (now_.rows[0] != 0) _tile_release();
+    if (now_ != 0) _tile_release();
   }
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
@@ -35,11 +35,13 @@ class Tiles {
   // Sums in 0 to 3: two tiles of `upper` rows, then two of `lower`; A in 4 and 5, likewise; B in 6 and 7. `steps`: of a
   // tile of A and B.
   void square(int upper, int lower, int steps = kTileSteps) {
-    shape({{upper, upper, lower, lower, upper, lower, steps, steps}, 4, 5, steps});
+    if (become(upper << 16 | lower << 8 | steps)) {
+      load({{upper, upper, lower, lower, upper, lower, steps, steps}, 4, 5, steps});
+    }
   }
   // Sums of `rows` rows in 0 to 3, A in 4, B in 5 to 7.
   void wide(int rows, int steps = kTileSteps) {
-    shape({{rows, rows, rows, rows, rows, steps, steps, steps}, 4, 4, steps});
+    if (become(rows << 8 | steps)) load({{rows, rows, rows, rows, rows, steps, steps, steps}, 4, 4, steps});
   }
 
  private:
@@ -54,9 +56,14 @@ class Tiles {
     uint8_t rows[16];
   };
 
-  void shape(const Shape& wanted) {
-    if (std::memcmp(&wanted, &now_, sizeof(wanted)) == 0) return;
+  // Whether the shapes must be set for what `wanted` stands for.
+  TRUNKLINE_INLINE bool become(int wanted) {
+    if (wanted == now_) return false;
     now_ = wanted;
+    return true;
+  }
+
+  static void load(const Shape& wanted) {
     Words words{};
     words.palette = 1;
     for (int i = 0; i < 8; ++i) {
@@ -67,7 +74,7 @@ class Tiles {
     _tile_loadconfig(&words);
   }
 
-  Shape now_{};
+  int now_ = 0;  // stands for the present shapes; 0: there are none
 };
 
 // What the loads of tiles read must be in memory: they are no reads of it to the compiler.
@@ -221,6 +228,26 @@ TRUNKLINE_INLINE void tile_strip(const TileOperands& with, Meanwhile& meanwhile)
   if constexpr (kTiles > 3) _tile_stored(3, c + 192, ldc);
 }
 
+// One tile's height, over one or two tiles of steps and over nothing that was there: A's stay in registers.
+template <int kTiles>
+TRUNKLINE_INLINE void tile_held(const TileOperands& with, int lanes) {
+  const char* b = with.b;
+  const long ldb = with.b_row(), right = with.b_right(), next = with.b_next(), ldc = with.ldc;
+  char* c = with.c;
+  _tile_loadd(1, with.a, with.lda);
+  if constexpr (kTiles > 1) _tile_loadd(2, with.a + 64, with.lda);
+  for (int lane = 0; lane < lanes; lane += kTileLanes, b += right, c += 64) {
+    _tile_zero(0);
+    _tile_loadd(5, b, ldb);
+    _tile_dpbf16ps(0, 1, 5);
+    if constexpr (kTiles > 1) {
+      _tile_loadd(6, b + next, ldb);
+      _tile_dpbf16ps(0, 2, 6);
+    }
+    _tile_stored(0, c, ldc);
+  }
+}
+
 // Lanes two tiles at a time, and one that is left: `product(kRight)` of operands moved to there.
 template <class Product>
 TRUNKLINE_INLINE void over_lanes(const TileOperands& with, int lanes, const Product& product) {
@@ -292,6 +319,24 @@ TRUNKLINE_INLINE void tile_gemm(Tiles& tiles, int rows, int lanes, const TileOpe
       over_lanes(part, lanes, [&](auto right, const TileOperands& at) { tile_upper<right()>(at); });
     }
   });
+}
+
+// The same for at most 16 rows where B is in a cache, with as few instructions as can be: B is not read in the order in
+// which it lies in memory. Returns whether there is such a product, of some shapes only.
+TRUNKLINE_INLINE bool tile_gemm_cached(Tiles& tiles, int rows, int lanes, const TileOperands& with) {
+  if (with.steps % kTileSteps != 0) return false;
+  settle_memory();
+  tiles.wide(rows);
+  if (with.accumulate) {
+    Nothing nothing;
+    if (lanes == 4 * kTileLanes) tile_strip<4>(with, nothing);
+    return lanes == 4 * kTileLanes;
+  }
+  switch (with.steps / kTileSteps) {
+    case 1: return tile_held<1>(with, lanes), true;
+    case 2: return tile_held<2>(with, lanes), true;
+    default: return false;
+  }
 }
 
 }  // namespace
