@@ -1,5 +1,7 @@
-// The memory of a unit of attention, and how it is laid out.
+// The memory of a unit of attention, and how it is laid out: what is held of queries, keys and scores at a time.
 #pragma once
+
+#include <type_traits>
 
 #include "attention.h"
 #include "quantised_kv.h"
@@ -8,6 +10,34 @@ namespace trunkline::TRUNKLINE_NAMESPACE {
 namespace {
 
 TRUNKLINE_INLINE long round_up(long n, long step) { return (n + step - 1) / step * step; }
+
+// Whether there are matrix registers for what is multiplied as T.
+template <class T>
+constexpr bool kHasTiles = TRUNKLINE_LEVEL >= 4 && std::is_same_v<T, BFloat16>;
+
+template <class T>
+TRUNKLINE_INLINE bool has_tiles(const PoolView& pool) {
+  return kHasTiles<T> && pool.head_dim % 32 == 0;
+}
+
+// Whether keys and values of a short group fit the first-level cache beside the scores of one row of tiles. That saves
+// more than squares of tiles do.
+template <class T>
+TRUNKLINE_INLINE bool is_narrow(const PoolView& pool) {
+  return has_tiles<T>(pool) && pool.head_dim <= 64;
+}
+
+// Keys between two updates of many query vectors.
+template <class T>
+TRUNKLINE_INLINE int many_tokens(const PoolView& pool) {
+  return is_narrow<T>(pool) ? kShortGroupTokens : kGroupTokens;
+}
+
+// Query vectors whose scores are held at a time.
+template <class T>
+TRUNKLINE_INLINE int row_block(const PoolView& pool) {
+  return is_narrow<T>(pool) ? 16 : kRowBlock;
+}
 
 // The memory of a unit: query vectors, their states, one group of keys. All pointers are 64-byte aligned.
 struct UnitMemory {

@@ -14,8 +14,6 @@
 // Batch invariance: no instruction mixes rows, and what is skipped is skipped only where it adds exactly nothing.
 #pragma once
 
-#include <type_traits>
-
 #include "attention.h"
 #include "attention_ahead.h"
 #include "attention_group.h"
@@ -28,7 +26,6 @@ namespace trunkline::TRUNKLINE_NAMESPACE {
 namespace {
 
 constexpr float kPeakSlack = 8.0f;
-constexpr int kTileVectors = 16;  // rows of a tile
 
 // T is what keys and values are multiplied as (`Attending`). Queries come and results leave in the form of a type that
 // attends as T.
@@ -43,13 +40,6 @@ class AttentionUnit {
   static constexpr bool kPairs = kMultipliesPairs<T>;
   // Whether a head's scores become weights beside the products of other heads, rather than those of all heads at once.
   static constexpr bool kWeighsByHead = kBytes || kPairs;
-  // Whether there are matrix registers for its products.
-  static constexpr bool kHasTiles = TRUNKLINE_LEVEL >= 4 && std::is_same_v<T, BFloat16>;
-
-  // Keys between two updates of many query vectors.
-  TRUNKLINE_INLINE static int many_tokens(const PoolView& pool) {
-    return is_narrow(pool) ? kShortGroupTokens : kGroupTokens;
-  }
 
   // `vectors` query vectors for each of `heads` KV heads from `head` on, numbered head by head. Several heads: at
   // most kRowBlock in all, and chunks of whole token steps.
@@ -65,7 +55,7 @@ class AttentionUnit {
         head_(head),
         heads_(heads),
         vectors_(vectors),
-        tiled_(has_tiles(pool)) {
+        tiled_(has_tiles<T>(pool)) {
     lay_out(memory_, scratch, heads * vectors, pool.query_width());
     group_.valid = memory_.valid, group_.position = memory_.key_position;
     group_.key_scale = memory_.key_scale, group_.value_scale = memory_.value_scale;
@@ -134,9 +124,10 @@ class AttentionUnit {
       }
       reader_.load_keys(group_, head_);
       reader_.load_values(group_, head_);
-      for (int first = 0; first < vectors_; first += row_block()) {
-        const int rows = vectors_ - first < row_block() ? vectors_ - first : row_block();
-        const Cursor* next = first == 0 && !(is_narrow(pool_) && cached_) ? &at : nullptr;  // fetched once
+      const int block = row_block<T>(pool_);
+      for (int first = 0; first < vectors_; first += block) {
+        const int rows = vectors_ - first < block ? vectors_ - first : block;
+        const Cursor* next = first == 0 && !(is_narrow<T>(pool_) && cached_) ? &at : nullptr;  // fetched once
         score(0, first, rows, 0, next);
         weigh(first, rows, 0, how);
         accumulate(0, first, rows, 0, next);
@@ -159,11 +150,6 @@ class AttentionUnit {
   }
 
  private:
-  TRUNKLINE_INLINE static bool has_tiles(const PoolView& pool) { return kHasTiles && pool.head_dim % 32 == 0; }
-  // Whether keys and values of a short group fit the first-level cache beside a tile's height of scores. That saves more
-  // than squares of tiles do.
-  TRUNKLINE_INLINE static bool is_narrow(const PoolView& pool) { return has_tiles(pool) && pool.head_dim <= 64; }
-
   TRUNKLINE_INLINE char* query_row(int i) const { return reinterpret_cast<char*>(memory_.queries) + i * d_ * 2; }
 
   // Where the latent's part of a query stands in its row; 0: there are no two parts.
@@ -175,9 +161,6 @@ class AttentionUnit {
     for (; j + kLanes <= n; j += kLanes) store(to + j, Query::load_floats(from + j));
     for (; j < n; ++j) to[j] = Query::to_float(from[j]);
   }
-
-  // Query vectors whose scores are held at a time.
-  TRUNKLINE_INLINE int row_block() const { return is_narrow(pool_) ? kTileVectors : kRowBlock; }
 
   void attend_heads(const Adjustment& how, const Cursor& next) {
     const long values = pool_.bands - 1;
@@ -238,9 +221,8 @@ class AttentionUnit {
                                        float* c, long ldc, bool accumulate, const Cursor* next, long ahead) {
     if (ahead_ != nullptr) {
       const int count = m > kTileRowsMax ? 32 : 12;  // a product of one row of tiles is as much shorter
-      if (const char* lines = ahead_->next(count * kLineBytes); lines != nullptr) {
-        for (int line = 0; line < count; ++line) prefetch_second(lines + line * kLineBytes);
-      }
+      const char* lines = ahead_->next(count * kLineBytes);
+      for (int line = 0; lines != nullptr && line < count; ++line) prefetch_second(lines + line * kLineBytes);
     }
     const TileOperands with{a,     lda,        reinterpret_cast<const char*>(b), ldb * 4, false,
                             steps, kTileSteps, reinterpret_cast<char*>(c),       ldc * 4, accumulate};
@@ -261,7 +243,7 @@ class AttentionUnit {
       float* scores = memory_.scores + to * kScoreStride + part.column;
       const int steps = (d_ + T::kStep - 1) / T::kStep;
       const long ahead = ahead_of(p, h, false, next);
-      if constexpr (kHasTiles) {
+      if constexpr (kHasTiles<T>) {
         if (tiled_) {
           this->multiply_tiles(rows, part.columns, steps, query_row(first), d_ * 2, part.keys, part.key_stride,
                                scores, kScoreStride, false, next, ahead);
@@ -339,7 +321,7 @@ class AttentionUnit {
       const int word = kPackedWeights || kPairs ? part.value_column / 2 : part.value_column;
       float *row = memory_.scores + from * kScoreStride + word, *acc = memory_.acc + first * values_;
       const long ahead = ahead_of(p, h, true, next);
-      if constexpr (kHasTiles) {
+      if constexpr (kHasTiles<T>) {
         if (tiled_) {
           this->multiply_tiles(rows, values_, part.value_steps, reinterpret_cast<const char*>(row),
                                kScoreStride * 4, part.values, part.value_stride, acc, values_, true, next, ahead);

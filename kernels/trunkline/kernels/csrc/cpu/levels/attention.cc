@@ -175,7 +175,7 @@ void decode_unit(const DecodeCall& call, const DecodeUnit& chosen, char* scratch
   const WorkView& work = call.work;
   const int first_entry = work.piece_entries[chosen.piece], last_entry = work.piece_entries[chosen.piece + 1];
   const int vectors = (last_entry - first_entry) * call.group;
-  const int many = UnitOf<T>::many_tokens(call.pool);
+  const int many = many_tokens<Attending<T>>(call.pool);
   const int tokens = vectors >= kManyVectors && !call.invariant ? many : kShortGroupTokens;
   UnitOf<T> unit(call.pool, call.rule, call.layer, chosen.head, chosen.heads, vectors, tokens, scratch);
   UnitMemory& memory = unit.memory();
@@ -294,7 +294,7 @@ struct PrefillBlock {
 template <class T>
 void prefill_unit(const PrefillCall& call, const PrefillUnit& chosen, char* scratch) {
   const int vectors = chosen.queries * call.group;
-  const int tokens = UnitOf<T>::many_tokens(call.pool);
+  const int tokens = many_tokens<Attending<T>>(call.pool);
   UnitOf<T> unit(call.pool, call.rule, call.layer, chosen.head, 1, vectors, tokens, scratch);
   unit.read_cached();
   UnitMemory& memory = unit.memory();
