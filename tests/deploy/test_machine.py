@@ -74,7 +74,8 @@ def test_the_smaller_of_affinity_and_quota(
 @pytest.mark.parametrize(
     ("cores", "expected"),
     [
-        (["flags : fpu amx_bf16 avx512_vnni amx_tile amx_int8"] * 2, True),
+        (["flags : fpu amx_bf16 avx512_vnni avx512_bf16 amx_tile amx_int8"] * 2, True),
+        (["flags : fpu amx_bf16 amx_tile amx_int8"], False),
         (["flags : fpu amx_tile amx_int8"], False),
         (["flags : fpu not_amx_bf16"], False),
         (["Features : fp asimd"], False),

@@ -42,7 +42,7 @@ everywhere = pairwise(implementation=(*CPU, *CUDA))
     seeded=True,
     chunk_size=CHUNKS,
     implementation=CPU,
-    head_dim=(10, *HEAD_DIMS),
+    head_dim=(10, 32, *HEAD_DIMS),
     dtype=DTYPES,
     kv_dtype=KV_DTYPES,
 )
@@ -310,7 +310,13 @@ def test_invariant_mode_ignores_the_batch(level: str, variant: int, kv_dtype: st
     rng = np.random.default_rng(variant)
     spec = make_spec(8, 2, (64, 128)[variant % 2], window=(0, 0, 700)[variant % 3])
     shape = Shape(
-        9, (16, 64)[variant % 2], depth_max=60, private_max=12, shifts=variant > 2, holes=variant > 3, modules=1
+        9,
+        (16, 64)[variant // 2 % 2],
+        depth_max=60,
+        private_max=12,
+        shifts=variant > 2,
+        holes=variant > 3,
+        modules=1,
     )
     forest = random_forest(rng, shape)
     case = make_case(forest, spec, DTYPES[variant % 3], variant, kv_dtype=kv_dtype)

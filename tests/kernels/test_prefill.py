@@ -35,7 +35,7 @@ everywhere = pairwise(implementation=(*CPU, *CUDA))
     seeded=True,
     chunk_size=CHUNKS,
     implementation=CPU,
-    head_dim=HEAD_DIMS,
+    head_dim=(32, *HEAD_DIMS),
     dtype=DTYPES,
     kv_dtype=KV_DTYPES,
 )
@@ -68,7 +68,7 @@ def prompts_case(dtype: torch.dtype, head_dim: int, lengths: tuple[int, ...] = L
     return make_case(forest, make_spec(4, 2, head_dim), dtype, 1, [*lengths])
 
 
-@pairwise(implementation=CPU, head_dim=HEAD_DIMS, dtype=DTYPES)
+@pairwise(implementation=CPU, head_dim=(32, *HEAD_DIMS), dtype=DTYPES)
 def test_whole_prompts_are_causal(implementation: str, head_dim: int, dtype: torch.dtype) -> None:
     check_prefill(make_kernels(implementation), prompts_case(dtype, head_dim), 2)
 

@@ -190,15 +190,21 @@ class Drafter:
                     continue
                 if follower.extend(drawn):
                     due.append(follower)
-                if is_shut and follower.waiting_count >= HELD_MAX:
-                    self._placed -= follower.place is not None
-                    follower.skip()
+                if is_shut:
+                    self._bound(follower)
             del held[:count]
         return list(dict.fromkeys(due))
+
+    def _bound(self, follower: Follower) -> None:
+        """Give up the place of a follower for which too many tokens wait."""
+        if follower.waiting_count >= HELD_MAX:
+            self._placed -= follower.place is not None
+            follower.skip()
 
     def _advance(self, follower: Follower) -> None:
         """Look at tokens that wait, as far as the allowance admits."""
         if self._is_shut:
+            self._bound(follower)
             return
         runs, price, count = LONG_RUNS, LOOK_US, follower.waiting_count
         drafted, is_thorough = self._serial is not None and self._serial.drafted, self._is_thorough(follower)

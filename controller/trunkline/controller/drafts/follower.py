@@ -184,7 +184,7 @@ class Follower:
 
     def _advance(self, runs: int, *, learns_all: bool = False) -> None:
         tokens, place, thorough = self._waiting, self.place, runs == len(RUNS)
-        if place is not None and self._late and (thorough or self.repeats_end):
+        if place is not None and self._late and (thorough or self._nears_end(place, len(tokens))):
             self._index_late()
         foreseen, last = 0, self._hashes.tail[-1]
         skipped = 0 if thorough or learns_all or self.repeats_end else len(tokens) - LEARNT_MAX
@@ -265,9 +265,9 @@ class Follower:
 
     @property
     def repeats_end(self) -> bool:
-        """Whether the place may be in tokens that wait or are not indexed, so that one is learnt from after the
-        other."""
-        return self.place is not None and self._nears_end(self.place, len(self._waiting))
+        """Whether the place may be in tokens that wait, so that one is learnt from after the other. Those before
+        them are indexed first if that could matter."""
+        return self.place is not None and self._nears_end(self.place, len(self._waiting) - self._late)
 
     def is_likely(self, least: float) -> bool:
         """Return whether rows are so cheap, or so many tokens foreseen, that short matches are worth being looked

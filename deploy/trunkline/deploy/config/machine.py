@@ -128,6 +128,8 @@ def _torch_has_cuda() -> bool:
 
 
 _CPUINFO: Final = Path("/proc/cpuinfo")
+_REGISTERS: Final = {"amx_tile", "amx_bf16", "avx512_bf16", "avx512_vnni"}
+"""What the kernels' level for matrix registers needs (`csrc/cpu/cpu_level.cc`)."""
 _CGROUP_MEMBERSHIP: Final = Path("/proc/self/cgroup")
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 
@@ -139,7 +141,7 @@ def has_matrix_registers() -> bool:
             flags = next((line for line in lines if line.startswith("flags")), "")
     except OSError:
         return False
-    return "amx_bf16" in flags.split()
+    return set(flags.split()) >= _REGISTERS
 
 
 def available_cores() -> int:

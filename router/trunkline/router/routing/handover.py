@@ -40,7 +40,7 @@ def path_names(path: OfferedPath, identity: KvIdentity) -> list[bytes]:
         root = root_name(identity.fingerprint, identity.dtype, size, path.root[1:])
         return whole_chunks(root, path.tokens, size)
     place = ChunkName(path.root[1 : 1 + NAME_BYTES])
-    if len(place) < NAME_BYTES or len(path.tokens) % TOKEN_BYTES:
+    if len(place) < NAME_BYTES or len(path.tokens) % TOKEN_BYTES or len(path.names) % NAME_BYTES:
         return []
     if kind == TEXT_ROOT:
         return list(chain(place, path.tokens, size))
