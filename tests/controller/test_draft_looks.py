@@ -220,10 +220,14 @@ def test_a_stalled_step_does_not_end_drafts() -> None:
 
 
 def test_where_rows_end_often_no_more_tokens_wait_than_may() -> None:
-    """Each end gives what is held to all rows; those that go on may be looked at only much later."""
-    drafter = Drafter(CONFIG, known_costs(400.0, 200.0))
-    long, slots = sequence_of(range(50), 0), np.arange(32)
-    drafter.add(long)
+    """Each end gives what is held to all rows; those that go on may be looked at only much later. A place that was
+    found before is lost then."""
+    drafter, text, slots = Drafter(CONFIG, known_costs(400.0, 200.0)), list(range(300)), np.arange(32)
+    drafter.add(sequence_of(text, 0))
+    drafter.study(is_idle=False)
+    for token in text[:30]:
+        drafter.extend(slots[:1], np.array([token], np.int32))
+    assert drafter._placed == 1
     for number in range(200):
         others = [sequence_of([number, slot], slot) for slot in range(1, 32)]
         for sequence in others:
@@ -232,4 +236,5 @@ def test_where_rows_end_often_no_more_tokens_wait_than_may() -> None:
         for sequence in others:
             drafter.remove(sequence)
         assert drafter._followers[0].waiting_count < HELD_MAX
-        assert drafter._placed == 0
+        assert drafter._placed == (drafter._followers[0].place is not None)
+    assert drafter._placed == 0

@@ -1,4 +1,4 @@
-"""No test of the launcher touches the cache folder of the user who runs it, or depends on the machine's GPUs."""
+"""No test of the launcher touches the cache folder of the user who runs it, or depends on what the machine has."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def show_gpus(monkeypatch: pytest.MonkeyPatch) -> ShowGpus:
 
 
 @pytest.fixture(autouse=True)
-def no_gpus(show_gpus: ShowGpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Show no GPUs, unless a test shows some, and CPUs without matrix registers."""
+def plain_machine(show_gpus: ShowGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Show no GPUs and no matrix registers, unless a test shows some."""
     show_gpus(0)
     monkeypatch.setattr(machine, "has_matrix_registers", lambda: False)
 

@@ -186,3 +186,4 @@ def test_malformed_roots_have_no_names() -> None:
     for root in (b"", b"m", b"c123", b"x" * 40):
         assert path_names(OfferedPath(root, tokens), identity) == []
     assert path_names(OfferedPath(b"m" + bytes(24), tokens[:-1]), identity) == []
+    assert path_names(OfferedPath(b"c" + bytes(16), tokens, names=bytes(17)), identity) == []

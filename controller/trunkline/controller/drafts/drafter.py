@@ -191,11 +191,11 @@ class Drafter:
                 if follower.extend(drawn):
                     due.append(follower)
                 if is_shut:
-                    self._bound(follower)
+                    self._limit_waiting(follower)
             del held[:count]
         return list(dict.fromkeys(due))
 
-    def _bound(self, follower: Follower) -> None:
+    def _limit_waiting(self, follower: Follower) -> None:
         """Give up the place of a follower for which too many tokens wait."""
         if follower.waiting_count >= HELD_MAX:
             self._placed -= follower.place is not None
@@ -204,7 +204,7 @@ class Drafter:
     def _advance(self, follower: Follower) -> None:
         """Look at tokens that wait, as far as the allowance admits."""
         if self._is_shut:
-            self._bound(follower)
+            self._limit_waiting(follower)
             return
         runs, price, count = LONG_RUNS, LOOK_US, follower.waiting_count
         drafted, is_thorough = self._serial is not None and self._serial.drafted, self._is_thorough(follower)

@@ -78,10 +78,8 @@ def known_tails(
     ends = set((cached // chain.tokens).tolist())
     ends.update(range(max(0, max(ends) - ANSWER_CHUNKS), max(ends)))
     for chunks in ends:
-        parent = chain.names[chunks - 1] if chunks else found.names.root
-        if parent not in tails:
-            continue
         depth = chunks * chain.tokens
+        parent = chain.names[chunks - 1] if chunks else found.names.root
         rest = prompt[depth * TOKEN_BYTES : (depth + chain.tokens) * TOKEN_BYTES]
         name, tokens = tails.find(parent, rest, now)
         if tokens:

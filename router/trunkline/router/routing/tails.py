@@ -55,10 +55,6 @@ class Tails:
     def __len__(self) -> int:
         return len(self._known)
 
-    def __contains__(self, parent: bytes) -> bool:
-        """Return whether there are tails below a chunk or a root."""
-        return parent in self._below
-
     def expect(self, ticket: int, tail: Tail, controller: str) -> None:
         """Note that a controller was sent a prompt that ends with a tail."""
         if tail.tokens:

@@ -33,7 +33,7 @@ TRUNKLINE_INLINE int many_tokens(const PoolView& pool) {
   return is_narrow<T>(pool) ? kShortGroupTokens : kGroupTokens;
 }
 
-// Query vectors whose scores are held at a time.
+// Query vectors whose scores are held at a time: one row of tiles, or three.
 template <class T>
 TRUNKLINE_INLINE int row_block(const PoolView& pool) {
   return is_narrow<T>(pool) ? 16 : kRowBlock;

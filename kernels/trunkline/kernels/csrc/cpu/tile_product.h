@@ -27,7 +27,7 @@ class Tiles {
  public:
   Tiles() = default;
   ~Tiles() {
-    if (now_ != 0) _tile_release();
+    if (key_ != 0) _tile_release();
   }
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
@@ -35,13 +35,11 @@ class Tiles {
   // Sums in 0 to 3: two tiles of `upper` rows, then two of `lower`; A in 4 and 5, likewise; B in 6 and 7. `steps`: of a
   // tile of A and B.
   void square(int upper, int lower, int steps = kTileSteps) {
-    if (become(upper << 16 | lower << 8 | steps)) {
-      load({{upper, upper, lower, lower, upper, lower, steps, steps}, 4, 5, steps});
-    }
+    set(upper << 16 | lower << 8 | steps, {{upper, upper, lower, lower, upper, lower, steps, steps}, 4, 5, steps});
   }
   // Sums of `rows` rows in 0 to 3, A in 4, B in 5 to 7.
   void wide(int rows, int steps = kTileSteps) {
-    if (become(rows << 8 | steps)) load({{rows, rows, rows, rows, rows, steps, steps, steps}, 4, 4, steps});
+    set(rows << 8 | steps, {{rows, rows, rows, rows, rows, steps, steps, steps}, 4, 4, steps});
   }
 
  private:
@@ -56,11 +54,11 @@ class Tiles {
     uint8_t rows[16];
   };
 
-  // Whether the shapes must be set for what `wanted` stands for.
-  TRUNKLINE_INLINE bool become(int wanted) {
-    if (wanted == now_) return false;
-    now_ = wanted;
-    return true;
+  // `key` tells these shapes from all others.
+  TRUNKLINE_INLINE void set(int key, const Shape& wanted) {
+    if (key == key_) return;
+    key_ = key;
+    load(wanted);
   }
 
   static void load(const Shape& wanted) {
@@ -74,7 +72,7 @@ class Tiles {
     _tile_loadconfig(&words);
   }
 
-  int now_ = 0;  // stands for the present shapes; 0: there are none
+  int key_ = 0;  // of the present shapes; 0: there are none
 };
 
 // What the loads of tiles read must be in memory: they are no reads of it to the compiler.
