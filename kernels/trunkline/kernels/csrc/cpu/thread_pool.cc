@@ -38,7 +38,7 @@ uint32_t wait_for_change(const std::atomic<uint32_t>& word, uint32_t old) {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads) {
+ThreadPool::ThreadPool(int threads) : lists_(static_cast<size_t>(threads)) {
   workers_.reserve(static_cast<size_t>(threads - 1));
   try {
     for (int thread = 1; thread < threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });
@@ -56,11 +56,14 @@ void ThreadPool::stop() {
   for (std::thread& worker : workers_) worker.join();
 }
 
-void ThreadPool::run_on_all(int64_t units, Call call, void* context) {
+void ThreadPool::run_on_all(int lists, int64_t units, Call call, void* context) {
   call_ = call;
   context_ = context;
-  units_ = units;
-  next_.store(0, std::memory_order_relaxed);
+  lists_count_ = lists;
+  for (int i = 0; i < lists; ++i) {
+    lists_[i].next.store(units * i / lists, std::memory_order_relaxed);
+    lists_[i].stop = units * (i + 1) / lists;
+  }
   open_.store(true);
   uint32_t generation = generation_.load(std::memory_order_relaxed) + 1;
   if (generation == kStop) generation = 0;
@@ -84,10 +87,13 @@ void ThreadPool::work(int thread) {
 }
 
 void ThreadPool::take(int thread) {
-  for (;;) {
-    const int64_t unit = next_.fetch_add(1, std::memory_order_relaxed);
-    if (unit >= units_) return;
-    call_(context_, unit, thread);
+  for (int i = 0; i < lists_count_; ++i) {
+    List& list = lists_[(thread + i) % lists_count_];
+    for (;;) {
+      const int64_t unit = list.next.fetch_add(1, std::memory_order_relaxed);
+      if (unit >= list.stop) break;
+      call_(context_, unit, thread);
+    }
   }
 }
 

@@ -1,4 +1,5 @@
-// Threads of one rank that share a list of units: each takes the next by an atomic counter.
+// Threads of one rank that share a list of units: each takes the next by an atomic counter. The list is one for all, or each
+// thread has a part of it, and takes from the others' when its own is done.
 //
 // Between calls a thread spins for at most 50 us (a decoder's ops follow each other within microseconds), then
 // sleeps in the kernel, so that an idle worker costs nothing. A call waits for the threads that joined it, even if
@@ -27,22 +28,37 @@ class ThreadPool {
   // returns when all are done. Not reentrant. `body` must not throw.
   template <class Body>
   void run(int64_t units, Body&& body) {
-    if (units <= 1 || workers_.empty()) {
-      for (int64_t unit = 0; unit < units; ++unit) body(unit, 0);
-      return;
-    }
-    run_on_all(
-        units,
-        [](void* context, int64_t unit, int thread) {
-          (*static_cast<std::remove_reference_t<Body>*>(context))(unit, thread);
-        },
-        &body);
+    run_lists(1, units, body);
+  }
+
+  // Likewise, but a thread begins with neighbours: the units of its own part, in ascending order. So what it
+  // reads is one stretch of memory, and what the processor and the kernels ask for ahead is its own.
+  template <class Body>
+  void run_parts(int64_t units, Body&& body) {
+    run_lists(threads(), units, body);
   }
 
  private:
   using Call = void (*)(void* context, int64_t unit, int thread);
 
-  void run_on_all(int64_t units, Call call, void* context);
+  // Units [next, stop) are left.
+  struct alignas(64) List {
+    std::atomic<int64_t> next{0};
+    int64_t stop = 0;
+  };
+
+  template <class Body>
+  void run_lists(int lists, int64_t units, Body& body) {
+    if (units <= 1 || workers_.empty()) {
+      for (int64_t unit = 0; unit < units; ++unit) body(unit, 0);
+      return;
+    }
+    run_on_all(
+        lists, units,
+        [](void* context, int64_t unit, int thread) { (*static_cast<Body*>(context))(unit, thread); }, &body);
+  }
+
+  void run_on_all(int lists, int64_t units, Call call, void* context);
   void work(int thread);
   void stop();
   void take(int thread);
@@ -50,8 +66,8 @@ class ThreadPool {
   std::vector<std::thread> workers_;
   Call call_ = nullptr;
   void* context_ = nullptr;
-  int64_t units_ = 0;
-  alignas(64) std::atomic<int64_t> next_{0};
+  int lists_count_ = 0;
+  std::vector<List> lists_;  // one for each thread; the first `lists_count_` are in use
   // Grows with every call; kStop ends the threads. Stored sequentially consistently: notify_all looks whether
   // a thread sleeps, and with a mere release it may look before the store. A thread that read the old value and
   // goes to sleep just then would be missed, and sleep through the call or for ever.
