@@ -29,16 +29,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
-from unittest import mock
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-import tvm_ffi
+from builds import add_beside, of_builds
 from report import Report, argument_parser
 from torch import Tensor
 
-from trunkline.kernels import cpu
 from trunkline.kernels.cpu import CpuKernels
 from trunkline.kernels.cpu_plans import CpuDecodeWork, Planning
 from trunkline.kernels.large_pages import advise_large_pages
@@ -341,7 +339,6 @@ def plan(report: Report, quick: bool) -> None:
 
 def builds(report: Report, quick: bool, beside: Path) -> None:
     """Rows with 1,024 tokens of their own, and rows as in `open`, by two builds."""
-    modules = {"this": library(), "other": tvm_ffi.load_module(str(beside))}
     for heads, kv_heads, d in ((12, 4, 64), (32, 8, 128)):
         base = Case(1023, 0, heads=heads, kv_heads=kv_heads, d=d)
         for rows in (1, 32) if quick else (1, 4, 8, 32):
@@ -349,11 +346,9 @@ def builds(report: Report, quick: bool, beside: Path) -> None:
             for case in (own, replace(own, n_p=1088, n_s=1024, spread=95)) if rows > 1 else (own,):
                 setup, rounds = Setup(case), rounds_for(case, quick)
                 for invariant in (False, True):
-                    runs: dict[str, Callable[[], None]] = {}
-                    for name, module in modules.items():
-                        with mock.patch.object(cpu, "library", return_value=module):
-                            runs[name] = setup.runner(0.5 * len(runs), invariant=invariant)
-                    times = measure(runs, case.threads, rounds)
+                    starts = iter((0.0, 0.5))
+                    made = of_builds(beside, lambda: setup.runner(next(starts), invariant=invariant))  # noqa: B023
+                    times = measure(dict(zip(("this", "other"), made, strict=True)), case.threads, rounds)
                     shown = {"part": "builds", "invariant": invariant, **case_of(case, "tpp")}
                     report.add(shown, "time_us", times["this"], "us", rounds)
                     report.add(shown, "of_other_build", times["this"] / times["other"], "ratio", rounds)
@@ -363,7 +358,7 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--part", choices=PARTS, help="only this part")
     parser.add_argument("--threads", type=int, choices=(1, 2), help="of the grid; default: both")
-    parser.add_argument("--beside", type=Path, metavar="LIBRARY", help="compare with this build, and nothing else")
+    add_beside(parser)
     arguments: argparse.Namespace = parser.parse_args()
     report = Report("decode_attention")
     if arguments.beside is not None:

@@ -1,6 +1,6 @@
 """Linear layers of a small model: prepacked weights (`trunkline`) against `torch.nn.functional.linear` (`torch`).
 
-    python benchmarks/linear.py [--quick] [--json PATH]
+    python benchmarks/linear.py [--quick] [--json PATH] [--beside LIBRARY]
 
 The layers are those of a random Llama of 110 M parameters (hidden 768, 12 layers, 12 heads, 4 KV heads, MLP 2,048,
 vocabulary 16,384), whole and as one of two tensor-parallel ranks holds them; `gate_up` includes its activation.
@@ -9,19 +9,24 @@ rotated: each call finds its weights out of the caches.
 
 Beside the time stands its share of the limit: the larger of the weights' bytes over the read bandwidth and the
 multiplications over the matmul rate, both measured in the same run. One thread is measured in CPU time, two in
-wall time.
+wall time. With `--beside` there is only this: `model` by this build and by another one (`builds.py`), from one row
+to 2,048.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from report import Report, median_seconds, parse_arguments
+from builds import add_beside, compare, of_builds
+from report import Report, argument_parser, median_seconds
 from torch import Tensor
 
 from trunkline.kernels import native
@@ -193,6 +198,29 @@ def run_model(
     return arm.median_seconds([torch_calls, own_calls], 4 * budget_s)
 
 
+def builds(beside: Path, threads: int, dtype: torch.dtype, arguments: argparse.Namespace, report: Report) -> None:
+    def make() -> tuple[Arm, list[Layer]]:
+        arm = Arm(threads)
+        return arm, [Layer(arm, shape, dtype, BLOCKS if shape.name != "head" else 1) for shape in shapes(1)]
+
+    this, other = of_builds(beside, make)
+    clock = time.process_time if threads == 1 else time.perf_counter
+    for rows in (1, 32, 512) if arguments.quick else (1, 8, 32, 128, 512, 2048):
+        inputs = {shape.width: torch.randn(rows, shape.width).to(dtype) for shape in shapes(1)}
+
+        def seconds(arm: Arm, layers: list[Layer], inputs: dict[int, Tensor] = inputs) -> float:
+            begun = clock()
+            for block in range(BLOCKS):
+                for layer in layers[:-1]:
+                    layer.own_call(arm, inputs[layer.shape.width], block)
+            layers[-1].own_call(arm, inputs[layers[-1].shape.width], 0)
+            return clock() - begun
+
+        case = {"layer": "model", "dtype": str(dtype).removeprefix("torch."), "rows": rows, "threads": threads}
+        rounds = max(6, (40 if arguments.quick else 200) // (1 + rows // 32))
+        compare(report, case, partial(seconds, *this), partial(seconds, *other), rounds)
+
+
 def run_arm(arm: Arm, dtype: torch.dtype, arguments: argparse.Namespace, report: Report) -> None:
     limits = measure_limits(arm, dtype, report)
     batches = (1, 8, 32, 512) if arguments.quick else (1, 2, 4, 8, 16, 32, 33, 128, 512, 2048)
@@ -222,10 +250,14 @@ def run(arguments: argparse.Namespace) -> None:
     report = Report("linear")
     for dtype in (torch.bfloat16,) if arguments.quick else (torch.bfloat16, torch.float32):
         for threads in (1, 2):
-            arm = Arm(threads)
-            run_arm(arm, dtype, arguments, report)
+            if arguments.beside is not None:
+                builds(arguments.beside, threads, dtype, arguments, report)
+            else:
+                run_arm(Arm(threads), dtype, arguments, report)
     report.finish(arguments.json)
 
 
 if __name__ == "__main__":
-    run(parse_arguments(__doc__))
+    parser = argument_parser(__doc__)
+    add_beside(parser)
+    run(parser.parse_args())

@@ -1,6 +1,6 @@
 """What a prompt costs beside its linear layers: attention, measured by the product, and writing its KV.
 
-    python benchmarks/prefill.py [--quick] [--json PATH] [--rounds 15]
+    python benchmarks/prefill.py [--quick] [--json PATH] [--rounds 15] [--beside LIBRARY]
 
 One thread, CPU time, medians of calls that take turns, so that ratios hold on a machine where others work, too.
 
@@ -9,17 +9,21 @@ One thread, CPU time, medians of calls that take turns, so that ratios hold on a
   the same instructions do in the first-level cache, measured in turn.
 - write: KV of a prompt of 2,048 tokens of the small model (one of two ranks), in steps of 1,024, caches cold. Into
   blocks that were never written (`new`), whose memory an idle rank has taken (`ahead`), that were written (`old`).
+- builds: only this with `--beside`: attention by this build and by another one (`builds.py`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from builds import add_beside, compare, of_builds
 from report import Report, argument_parser
 
 from trunkline.kernels.cpu import CpuKernels
@@ -126,6 +130,13 @@ def attention(report: Report, kernels: CpuKernels, cases: tuple[Case, ...], roun
         report.add(shown, "of_product", median(share), "ratio", rounds)
 
 
+def builds(report: Report, beside: Path, cases: tuple[Case, ...], rounds: int) -> None:
+    of_this, of_other = of_builds(beside, lambda: CpuKernels(threads=1))
+    for case in cases:
+        this, other = Attention(case, of_this), Attention(case, of_other)
+        compare(report, case._asdict(), partial(timed, this), partial(timed, other), rounds)
+
+
 class Writes:
     """Prompts whose KV is written, each into blocks that follow those of the one before."""
 
@@ -179,12 +190,17 @@ def write(report: Report, kernels: CpuKernels, rounds: int) -> None:
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
+    add_beside(parser)
     arguments = parser.parse_args()
     rounds = 5 if arguments.quick else arguments.rounds
     torch.set_num_threads(1)
     kernels, report = CpuKernels(threads=1), Report("prefill")
-    attention(report, kernels, CASES[:2] if arguments.quick else CASES, rounds)
-    write(report, kernels, rounds)
+    cases = CASES[:2] if arguments.quick else CASES
+    if arguments.beside is None:
+        attention(report, kernels, cases, rounds)
+        write(report, kernels, rounds)
+    else:
+        builds(report, arguments.beside, cases, rounds)
     report.finish(arguments.json)
 
 
