@@ -132,7 +132,8 @@ void run_decode(CpuContext& context, DecodeCall& call, bool buffered) {
   const DecodeUnit* units = nullptr;
   const int64_t count = list_decode_units(context, call, &units);
   context.reserve_scratch(bytes);
-  context.pool.run(count, [&](int64_t number, int thread) { unit(call, units[number], context.scratch(thread)); });
+  context.pool.run_in_order(
+      count, [&](int64_t number, int thread) { unit(call, units[number], context.scratch(thread)); });
   if (buffered) {
     const auto merge = table.decode_merge[call.pool.type];
     context.pool.run(call.work.rows, [&](int64_t row, int) { merge(call, row); });

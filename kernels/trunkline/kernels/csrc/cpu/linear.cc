@@ -99,7 +99,7 @@ void run_linears(CpuContext& shared, const LinearCall* calls, size_t count) {
     new (splits + i) Split(split_of(calls[i], shared.level, shared.pool.threads(), cost));
     splits[i].stop = units += splits[i].blocks * splits[i].groups;
   }
-  shared.pool.run_parts(units, [&](int64_t index, int thread) {
+  shared.pool.run(units, [&](int64_t index, int thread) {
     const auto is_before = [](int64_t value, const Split& split) { return value < split.stop; };
     const Split& split = *std::upper_bound(splits, splits + count, index, is_before);
     const LinearCall& call = calls[&split - splits];

@@ -1,5 +1,5 @@
-// Threads of one rank that share a list of units: each takes the next by an atomic counter. The list is one for all, or each
-// thread has a part of it, and takes from the others' when its own is done.
+// Threads of one rank that share units of work: each takes the next of a list by an atomic counter. The list is one for all,
+// or each thread has its own.
 //
 // Between calls a thread spins for at most 50 us (a decoder's ops follow each other within microseconds), then
 // sleeps in the kernel, so that an idle worker costs nothing. A call waits for the threads that joined it, even if
@@ -24,18 +24,19 @@ class ThreadPool {
 
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
-  // Calls `body(unit, thread)` for every unit in [0, units), the units in ascending order of their start, and
-  // returns when all are done. Not reentrant. `body` must not throw.
+  // Calls `body(unit, thread)` for every unit in [0, units) and returns when all are done. A thread begins with neighbours:
+  // it takes the units of its own part in ascending order, then what is left of the others'. So what it reads is one
+  // stretch of memory, and what the processor and the kernels ask for ahead is its own. Not reentrant. `body` must
+  // not throw.
   template <class Body>
   void run(int64_t units, Body&& body) {
-    run_lists(1, units, body);
+    run_lists(threads(), units, body);
   }
 
-  // Likewise, but a thread begins with neighbours: the units of its own part, in ascending order. So what it
-  // reads is one stretch of memory, and what the processor and the kernels ask for ahead is its own.
+  // Likewise, but the units are begun in ascending order: one may wait for those before it.
   template <class Body>
-  void run_parts(int64_t units, Body&& body) {
-    run_lists(threads(), units, body);
+  void run_in_order(int64_t units, Body&& body) {
+    run_lists(1, units, body);
   }
 
  private:
