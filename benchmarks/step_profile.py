@@ -84,6 +84,7 @@ def rank_main(config: WorkerConfig, plans: Connection, timed: bool, op_by_op: bo
         decoder_of_step.runner = OpByOp(decoder_of_step.program, runner.kernels, runner.pool, runner._group)
         runner._selector._largest = None  # which the native program alone can tell
     if timed:
+        runner._calm._planner = None  # calm steps are one call of all ops, which cannot be timed apart
         clock.wrap_program(decoder_of_step.runner)
         clock.wrap(runner._group, GROUP_OPS)
     decoder, encoder = msgspec.msgpack.Decoder(StepPlan), msgspec.msgpack.Encoder()
