@@ -27,7 +27,9 @@ def add_beside(parser: argparse.ArgumentParser) -> None:
 
 def of_builds(other: Path, make: Callable[[], T]) -> tuple[T, T]:
     """Return what `make` makes with this build and with another."""
-    modules: tuple[Any, Any] = native.library(), tvm_ffi.load_module(str(other))
+    modules: tuple[Any, Any] = native.library(), tvm_ffi.load_module(str(other.resolve()))
+    if (version := modules[1].interface_version()) != native.INTERFACE_VERSION:
+        raise SystemExit(f"{other} has interface {version}, this build {native.INTERFACE_VERSION}")
     made = []
     for module in modules:
         with (
@@ -41,15 +43,19 @@ def of_builds(other: Path, make: Callable[[], T]) -> tuple[T, T]:
 def compare(
     report: Report, case: dict[str, Any], this: Callable[[], float], other: Callable[[], float], rounds: int
 ) -> None:
-    """Report the time of one build divided by that of the other, of pairs whose order changes. Calls return it."""
+    """Report the time of one build divided by that of the other, of pairs of runs, which return theirs.
+
+    Both orders are as frequent: the first of a pair follows its own run of the pair before, and finds its caches.
+    """
     this(), other()
     ratios = []
-    for number in range(rounds):
+    for number in range(rounds + rounds % 2):
         if number % 2:
             first = this()
             ratios.append(first / other())
         else:
             first = other()
             ratios.append(this() / first)
-    for name, ratio in zip(("lower quartile", "of_other_build", "upper quartile"), quantiles(ratios), strict=True):
-        report.add({"part": "builds", **case}, name, ratio, "ratio", rounds)
+    names = ("of_other_build, lower quartile", "of_other_build", "of_other_build, upper quartile")
+    for name, ratio in zip(names, quantiles(ratios), strict=True):
+        report.add({"part": "builds", **case}, name, ratio, "ratio", len(ratios))

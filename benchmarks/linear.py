@@ -217,7 +217,7 @@ def builds(beside: Path, threads: int, dtype: torch.dtype, arguments: argparse.N
             return clock() - begun
 
         case = {"layer": "model", "dtype": str(dtype).removeprefix("torch."), "rows": rows, "threads": threads}
-        rounds = max(6, (40 if arguments.quick else 200) // (1 + rows // 32))
+        rounds = max(6, 40 // (1 + rows // 32)) if arguments.quick else max(20, 200 // (1 + rows // 32))
         compare(report, case, partial(seconds, *this), partial(seconds, *other), rounds)
 
 

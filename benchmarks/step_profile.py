@@ -6,8 +6,10 @@
 Real ranks (processes with their own kernels and collectives) execute the plans of a real engine in this process,
 sent through pipes. Rank 0 reports the wall time of each step and how much of it each op of its program took, run
 one at a time; `other` is what a rank does beside the program: plans, samples, Python. Decode steps at batch 1, 8
-and 32 with a shared prefix of 1,024 tokens, and the prefill of 2,048. A call for every op costs about 2 us;
-`step_time` is measured without. `--op-by-op` runs the program as machines without the compiled interpreter do.
+and 32 with a shared prefix of 1,024 tokens, and the prefill of 2,048. `step_time` is measured without all this,
+and most of its decode steps are calm: one call, without a plan of their own. Timed ones have a plan, and a call
+for every op costs about 2 us, so the parts add up to more. `--op-by-op` runs the program as machines without the
+compiled interpreter do.
 """
 
 from __future__ import annotations

@@ -56,13 +56,13 @@ void ThreadPool::stop() {
   for (std::thread& worker : workers_) worker.join();
 }
 
-void ThreadPool::run_on_all(int lists, int64_t units, Call call, void* context) {
+void ThreadPool::run_on_all(int list_count, int64_t units, Call call, void* context) {
   call_ = call;
   context_ = context;
-  lists_count_ = lists;
-  for (int i = 0; i < lists; ++i) {
-    lists_[i].next.store(units * i / lists, std::memory_order_relaxed);
-    lists_[i].stop = units * (i + 1) / lists;
+  lists_in_use_ = list_count;
+  for (int i = 0; i < list_count; ++i) {
+    lists_[i].next.store(units * i / list_count, std::memory_order_relaxed);
+    lists_[i].stop = units * (i + 1) / list_count;
   }
   open_.store(true);
   uint32_t generation = generation_.load(std::memory_order_relaxed) + 1;
@@ -87,8 +87,8 @@ void ThreadPool::work(int thread) {
 }
 
 void ThreadPool::take(int thread) {
-  for (int i = 0; i < lists_count_; ++i) {
-    List& list = lists_[(thread + i) % lists_count_];
+  for (int i = 0; i < lists_in_use_; ++i) {
+    List& list = lists_[(thread + i) % lists_in_use_];
     for (;;) {
       const int64_t unit = list.next.fetch_add(1, std::memory_order_relaxed);
       if (unit >= list.stop) break;

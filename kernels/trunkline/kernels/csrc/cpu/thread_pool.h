@@ -1,5 +1,5 @@
-// Threads of one rank that share units of work: each takes the next of a list by an atomic counter. The list is one for all,
-// or each thread has its own.
+// Threads of one rank that share units of work. Units lie in lists, one for all threads or one for each; a thread
+// takes the next of a list by an atomic counter.
 //
 // Between calls a thread spins for at most 50 us (a decoder's ops follow each other within microseconds), then
 // sleeps in the kernel, so that an idle worker costs nothing. A call waits for the threads that joined it, even if
@@ -24,10 +24,10 @@ class ThreadPool {
 
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
-  // Calls `body(unit, thread)` for every unit in [0, units) and returns when all are done. A thread begins with neighbours:
-  // it takes the units of its own part in ascending order, then what is left of the others'. So what it reads is one
-  // stretch of memory, and what the processor and the kernels ask for ahead is its own. Not reentrant. `body` must
-  // not throw.
+  // Calls `body(unit, thread)` for every unit in [0, units) and returns when all are done. A thread begins with
+  // neighbours: it takes the units of its own part in ascending order, then what is left of the others'. So until it
+  // helps others it reads one stretch of memory, and what the processor and the kernels ask for ahead is its own.
+  // Not reentrant. `body` must not throw.
   template <class Body>
   void run(int64_t units, Body&& body) {
     run_lists(threads(), units, body);
@@ -49,17 +49,17 @@ class ThreadPool {
   };
 
   template <class Body>
-  void run_lists(int lists, int64_t units, Body& body) {
+  void run_lists(int list_count, int64_t units, Body& body) {
     if (units <= 1 || workers_.empty()) {
       for (int64_t unit = 0; unit < units; ++unit) body(unit, 0);
       return;
     }
     run_on_all(
-        lists, units,
+        list_count, units,
         [](void* context, int64_t unit, int thread) { (*static_cast<Body*>(context))(unit, thread); }, &body);
   }
 
-  void run_on_all(int lists, int64_t units, Call call, void* context);
+  void run_on_all(int list_count, int64_t units, Call call, void* context);
   void work(int thread);
   void stop();
   void take(int thread);
@@ -67,8 +67,8 @@ class ThreadPool {
   std::vector<std::thread> workers_;
   Call call_ = nullptr;
   void* context_ = nullptr;
-  int lists_count_ = 0;
-  std::vector<List> lists_;  // one for each thread; the first `lists_count_` are in use
+  int lists_in_use_ = 0;
+  std::vector<List> lists_;  // one for each thread; the first `lists_in_use_` are in use
   // Grows with every call; kStop ends the threads. Stored sequentially consistently: notify_all looks whether
   // a thread sleeps, and with a mere release it may look before the store. A thread that read the old value and
   // goes to sleep just then would be missed, and sleep through the call or for ever.
