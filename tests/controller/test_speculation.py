@@ -30,7 +30,7 @@ FAST_S = 1e-6
 
 
 @pytest.mark.parametrize("name", ["tiny, swapping", "one token a chunk", "without a cache", "many waiting"])
-@pytest.mark.parametrize("seed", seeds(1, always=(712952000,)))
+@pytest.mark.parametrize("seed", seeds(1, always=(676, 712952000)))
 def test_requests_that_come_again_and_again_have_the_same_texts(name: str, seed: int) -> None:
     """The same requests in any order and company, aborted, preempted, and with workers lost."""
     rng = random.Random(seed)
@@ -58,7 +58,8 @@ def test_requests_that_come_again_and_again_have_the_same_texts(name: str, seed:
             simulation.lose_workers()
             simulation.replace_workers()
     simulation.run()
-    assert simulation.engine.counters.accepted_drafts > 50
+    counters = simulation.engine.counters  # with some seeds nearly all answers end after a few tokens
+    assert counters.accepted_drafts > counters.output_tokens / 50
     for stream in simulation.streams.values():
         verify(stream, simulation.engine.config.longest_sequence)
 

@@ -67,7 +67,7 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize("seed", seeds(1))
+@pytest.mark.parametrize("seed", seeds(1, always=(676,)))
 @pytest.mark.parametrize("name", ENGINES)
 def test_traffic(name: str, seed: int) -> None:
     config, mix = ENGINES[name]

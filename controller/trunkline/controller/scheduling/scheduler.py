@@ -321,7 +321,13 @@ class Scheduler:
                 matched += sequence.tokens.count
                 outcome = self._admit_or_make_way(sequence, plan)
                 if outcome is Admission.NO_BLOCKS:
-                    self.admission.blocked(group, self.kv.available, self.running_count)
+                    if group.in_batch and not (self._is_going or plan.prefill):
+                        # A resumed group was to fit, as its sequences share what they have in common. But one that
+                        # begins behind a chunk whose KV is gone computes what the tree has below that anew, in
+                        # blocks of its own. Now the tree has all of it, so that next time it is shared.
+                        self.preempt(group, plan.now)
+                    else:
+                        self.admission.blocked(group, self.kv.available, self.running_count)
                     return 0
                 if outcome is Admission.ADMITTED:
                     budget -= self._prefill_chunk(sequence, budget, plan)
