@@ -1,7 +1,8 @@
 """Areas: tests that cost much and matter when few files change, and the paths that they watch.
 
 `make test` leaves them out and `make test-all` runs them; continuous integration runs those of them whose paths
-changed since the last release, or in the last 20 commits. `@pytest.mark.area("site")` puts a test into an area.
+changed since the last release, or in the last 12 commits; fewer are handed in at once. A mark like
+`@pytest.mark.area("site")` puts a test into an area.
 
     python tests/areas.py changed            the areas whose paths changed, in a line
     python tests/areas.py native changed     exit code 0 if the area is among those that changed
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
-COMMITS: Final = 20
+COMMITS: Final = 12
 
 AREAS: Final[dict[str, tuple[str, ...]]] = {
     # The CPU kernels, compiled with sanitizers, over all cases (`make check-native`).
@@ -63,8 +64,8 @@ AREAS: Final[dict[str, tuple[str, ...]]] = {
             *("worker/trunkline/worker/service.py", "worker/trunkline/worker/link.py"),
             *("worker/trunkline/worker/tensor_parallel.py", "worker/trunkline/worker/rendezvous.py"),
             "worker/trunkline/worker/collective_errors.py",
-            "deploy/trunkline/deploy/*",
         ),
+        *(f"deploy/trunkline/deploy/{part}/*" for part in ("launch", "node", "supervisor")),
         *("kvstore/trunkline/kvstore/records/*", "router/trunkline/router/stores/*"),
         *("tests/cluster/*", "tests/router/*frozen*"),
     ),

@@ -118,6 +118,7 @@ def freeze(faulty: Faulty, victim: str, while_frozen: Callable[[], None]) -> Non
     faulty.disturb(lambda: frozen([pid], while_frozen))
 
 
+@pytest.mark.area("survival")
 @pytest.mark.parametrize(
     ("victim", "sign", "times"),
     [

@@ -21,7 +21,7 @@ from cluster.crowd import COMPLETIONS, Answer, Crowd, events, scripts, take
 from cluster.harness import Cluster, wait_for
 from cluster.traffic import CLIENTS, Traffic
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.area("survival")]
 
 OPTIONS = ("--groups", "2", "--routers", "2", "--tp", "1", "--dtype", "float32", "--threads", "1")
 SCRIPTS = scripts(9, 24, 60, ("greedy", "sampled", "several", "shared", "session"))
