@@ -44,10 +44,16 @@ TRUNKLINE_INLINE void multiply_pass(Tiles& tiles, int rows, int width, const Til
   });
 }
 
-// Some steps of an int8 panel, from a whole tile on, as tiles; asks for what is behind them.
-TRUNKLINE_INLINE void widen_steps(const int8_t* from, int width, int64_t steps, uint32_t* to) {
-  for (int64_t tile = 0; tile < steps; tile += kTileSteps) {
-    const int count = smaller(kTileSteps, steps - tile);
+// Some steps of an int8 panel, from a whole tile on, as tiles, a tile a call; asks for what is behind them.
+struct Widening {
+  const int8_t* from;
+  int width;
+  int64_t steps;  // left
+  uint32_t* to;
+
+  TRUNKLINE_INLINE void operator()() {
+    if (steps <= 0) return;
+    const int count = smaller(kTileSteps, steps);
     for (int step = 0; step < count; ++step, from += 2 * width) {
       prefetch_second(from + kAheadBytes);
       prefetch_second(from + kAheadBytes + width);
@@ -55,24 +61,33 @@ TRUNKLINE_INLINE void widen_steps(const int8_t* from, int width, int64_t steps, 
         store_bits(to + lane * count + step * kTileLanes, load_int8_pairs(from + lane, from + width + lane));
       }
     }
-    to += count * width;
+    to += count * width, steps -= count;
   }
-}
+  TRUNKLINE_INLINE void finish() {
+    while (steps > 0) (*this)();
+  }
+};
 
-// A single pass over an int8 panel.
+// A single pass over an int8 panel, in blocks of which two fit the first-level cache beside the rows. While one is
+// multiplied the next one is widened: vectors and matrix registers work at the same time, and what is read from memory is
+// asked for evenly.
 template <class Meanwhile>
 TRUNKLINE_INLINE void multiply_bytes(Tiles& tiles, int rows, int width, const TileOperands& with,
                                      Meanwhile& meanwhile) {
-  constexpr int kBlockSteps = 4 * kTileSteps;
-  alignas(64) uint32_t block[kBlockSteps * kPanelWidth];
-  const auto* panel = reinterpret_cast<const int8_t*>(with.b);
+  constexpr int kBlockSteps = 2 * kTileSteps;
+  alignas(64) uint32_t blocks[2][kBlockSteps * kPanelWidth];
+  Widening next{reinterpret_cast<const int8_t*>(with.b), width, smaller(kBlockSteps, with.steps), blocks[0]};
+  next.finish();
   TileOperands part = with;
-  part.b = reinterpret_cast<const char*>(block);
   for (int start = 0; start < with.steps; start += kBlockSteps) {
+    const int turn = start / kBlockSteps % 2, stop = start + kBlockSteps;
+    part.b = reinterpret_cast<const char*>(blocks[turn]);
     part.steps = smaller(kBlockSteps, with.steps - start);
-    widen_steps(panel + 2L * start * width, width, part.steps, block);
+    next.steps = smaller(kBlockSteps, with.steps - stop), next.to = blocks[1 - turn];
+    const auto beside = [&] { next(), meanwhile(); };
     settle_memory();
-    multiply_pass(tiles, rows, width, part, meanwhile);
+    multiply_pass(tiles, rows, width, part, beside);
+    next.finish();
     part.a += kBlockSteps * 4, part.accumulate = true;
   }
 }
@@ -180,7 +195,8 @@ class TileUnit {
       const PanelOutputs outputs(call_, row_begin_, panel, nullptr, nullptr);
       for (int part = 0; part < parts_; ++part, to += steps_ * outputs.width * 4L) {
         const char* from = panel_at(outputs.lanes + part * outputs.width);
-        widen_steps(reinterpret_cast<const int8_t*>(from), outputs.width, steps_, reinterpret_cast<uint32_t*>(to));
+        Widening{reinterpret_cast<const int8_t*>(from), outputs.width, steps_, reinterpret_cast<uint32_t*>(to)}
+            .finish();
       }
     }
     settle_memory();
