@@ -1,6 +1,6 @@
 """Linear layers of a small model: prepacked weights (`trunkline`) against `torch.nn.functional.linear` (`torch`).
 
-    python benchmarks/linear.py [--quick] [--json PATH] [--beside LIBRARY]
+    python benchmarks/linear.py [--quick] [--json PATH] [--beside LIBRARY [--int8]]
 
 The layers are those of a random Llama of 110 M parameters (hidden 768, 12 layers, 12 heads, 4 KV heads, MLP 2,048,
 vocabulary 16,384), whole and as one of two tensor-parallel ranks holds them; `gate_up` includes its activation.
@@ -10,7 +10,7 @@ rotated: each call finds its weights out of the caches.
 Beside the time stands its share of the limit: the larger of the weights' bytes over the read bandwidth and the
 multiplications over the matmul rate, both measured in the same run. One thread is measured in CPU time, two in
 wall time. With `--beside` there is only this: `model` by this build and by another one (`builds.py`), from one row
-to 2,048.
+to 2,048; with `--int8` over layers in int8, all but the output layer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from trunkline.kernels import native
 from trunkline.kernels.cpu import DenseOps
-from trunkline.kernels.ops import KernelCounters, PackedLinear
+from trunkline.kernels.ops import KernelCounters, PackedLinear, Quantisation
 
 BLOCKS: Final = 12
 ROTATED_BYTES: Final = 160 << 20
@@ -86,10 +86,13 @@ class Arm:
 
 
 class Layer:
-    """A layer in several copies, for both implementations."""
+    """A layer in several copies, for both implementations; quantised for ours only."""
 
-    def __init__(self, arm: Arm, shape: Shape, dtype: torch.dtype, copies: int) -> None:
+    def __init__(
+        self, arm: Arm, shape: Shape, dtype: torch.dtype, copies: int, quantisation: Quantisation = ""
+    ) -> None:
         self.shape = shape
+        self._quantisation = quantisation
         weight = (torch.randn(shape.out, shape.width) * shape.width**-0.5).to(dtype)
         self.weights = [weight.clone() for _ in range(copies)]
         self.packed = [self._pack(arm, weight) for _ in range(copies)]
@@ -97,9 +100,9 @@ class Layer:
 
     def _pack(self, arm: Arm, weight: Tensor) -> PackedLinear:
         return (
-            arm.ops.pack_gated_linear(weight, None, "silu")
+            arm.ops.pack_gated_linear(weight, None, "silu", self._quantisation)
             if self.shape.gated
-            else arm.ops.pack_linear(weight, None)
+            else arm.ops.pack_linear(weight, None, self._quantisation)
         )
 
     def torch_call(self, x: Tensor, copy: int) -> Tensor:
@@ -200,8 +203,9 @@ def run_model(
 
 def builds(beside: Path, threads: int, dtype: torch.dtype, arguments: argparse.Namespace, report: Report) -> None:
     def make() -> tuple[Arm, list[Layer]]:
-        arm = Arm(threads)
-        return arm, [Layer(arm, shape, dtype, BLOCKS if shape.name != "head" else 1) for shape in shapes(1)]
+        arm, (*blocks, head) = Arm(threads), shapes(1)
+        layers = [Layer(arm, shape, dtype, BLOCKS, "int8" if arguments.int8 else "") for shape in blocks]
+        return arm, [*layers, Layer(arm, head, dtype, 1)]
 
     this, other = of_builds(beside, make)
     clock = time.process_time if threads == 1 else time.perf_counter
@@ -217,6 +221,7 @@ def builds(beside: Path, threads: int, dtype: torch.dtype, arguments: argparse.N
             return clock() - begun
 
         case = {"layer": "model", "dtype": str(dtype).removeprefix("torch."), "rows": rows, "threads": threads}
+        case |= {"weights": "int8"} if arguments.int8 else {}
         rounds = max(6, 40 // (1 + rows // 32)) if arguments.quick else max(20, 200 // (1 + rows // 32))
         compare(report, case, partial(seconds, *this), partial(seconds, *other), rounds)
 
@@ -260,4 +265,7 @@ def run(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argument_parser(__doc__)
     add_beside(parser)
+    parser.add_argument(
+        "--int8", action="store_true", help="with --beside: layers in int8, but for the output layer"
+    )
     run(parser.parse_args())
