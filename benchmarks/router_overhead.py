@@ -15,8 +15,8 @@ steps: a pause of the whole machine is in all of them.
 
 Steps come every `--step-ms`, far apart enough that none waits for the one before: this is latency, not throughput.
 The router's CPU time is given per token from the second step to the last, and for each request: what comes before
-and after. With `--arrivals N`, N further requests of one token come at once in the middle of the run. `gap` has what
-their beginnings do to the streams that run, and the CPU time per token has all that these requests cost.
+and after. With `--arrivals N`, N further requests of one token come at once in the middle of the run: `gap` has
+what their beginnings do to the streams that run, and the CPU time per token has all that these requests cost.
 
 `--cold N` measures instead what one request costs the router when the CPU's caches hold other programs: the CPU
 time of its event loop from a request's bytes to the message for the controller, from the controller's first token
