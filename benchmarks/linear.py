@@ -268,4 +268,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--int8", action="store_true", help="with --beside: layers in int8, but for the output layer"
     )
-    run(parser.parse_args())
+    given = parser.parse_args()
+    if given.int8 and given.beside is None:
+        parser.error("--int8 needs --beside")
+    run(given)

@@ -1,7 +1,7 @@
 """Areas: tests that cost much and matter when few files change, and the paths that they watch.
 
 `make test` leaves them out and `make test-all` runs them; continuous integration runs those of them whose paths
-changed since the last release, or in the last 12 commits; fewer are handed in at once. A mark like
+changed since the last release, or in the last 12 commits, which is more than are pushed together. A mark like
 `@pytest.mark.area("site")` puts a test into an area.
 
     python tests/areas.py changed            the areas whose paths changed, in a line
@@ -66,6 +66,9 @@ AREAS: Final[dict[str, tuple[str, ...]]] = {
             "worker/trunkline/worker/collective_errors.py",
         ),
         *(f"deploy/trunkline/deploy/{part}/*" for part in ("launch", "node", "supervisor")),
+        *(f"deploy/trunkline/deploy/config/{name}.py" for name in ("node_settings", "plans", "window_share")),
+        *(f"router/trunkline/router/{name}.py" for name in ("http/idempotency", "http/replay", "server")),
+        *("controller/trunkline/controller/engine/recovery.py", "deploy/trunkline/deploy/errors.py"),
         *("kvstore/trunkline/kvstore/records/*", "router/trunkline/router/stores/*"),
         *("tests/cluster/*", "tests/router/*frozen*"),
     ),
