@@ -69,8 +69,8 @@ struct Widening {
 };
 
 // A single pass over an int8 panel, in blocks of which two fit the first-level cache beside the rows. While one is
-// multiplied the next one is widened: vectors and matrix registers work at the same time, and what is read from memory is
-// asked for evenly.
+// multiplied the next one is widened: vectors and matrix registers work at the same time, and what is read from
+// memory is asked for evenly.
 template <class Meanwhile>
 TRUNKLINE_INLINE void multiply_bytes(Tiles& tiles, int rows, int width, const TileOperands& with,
                                      Meanwhile& meanwhile) {
